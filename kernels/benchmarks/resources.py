@@ -180,9 +180,8 @@ def compile_kernel(
         triton.knobs.compilation.scope(),
         contextlib.redirect_stdout(log),
     ):
-        triton.knobs.nvidia.dump_ptxas_log = (
-            True  # printed only when it compiles, so bypass the cache
-        )
+        # Printed only when it compiles, so bypass the cache
+        triton.knobs.nvidia.dump_ptxas_log = True
         triton.knobs.compilation.always_compile = True
         compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     registers = re.search(r"Used (\d+) registers", log.getvalue())

@@ -10,9 +10,8 @@ from __future__ import annotations
 import os
 import sys
 
-SPIN_COUNT = (
-    "1000"  # costs 3 % on idle cores (0 costs 6 %); next to a busy process 10,000 costs a fifth
-)
+# Costs 3 % on idle cores (0 costs 6 %); next to a busy process 10,000 costs a fifth
+SPIN_COUNT = "1000"
 _SPINS, _POLICY = "GOMP_SPINCOUNT", "OMP_WAIT_POLICY"
 
 

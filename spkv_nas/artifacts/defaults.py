@@ -10,21 +10,18 @@ HELDOUT_TOKENS = 500_000  # maximum of a recipe, and assumed by a plan without a
 
 # probing
 PRICED_STEPS = 160  # steps for gates with a sparsity penalty on a frozen model
-RECOMMENDED = (
-    "head-gates"  # signal whose heads have the lowest NLL after retraining (reports/study)
-)
+# Signal whose heads have the lowest NLL after retraining (reports/study)
+RECOMMENDED = "head-gates"
 LEARNING_TOKENS = 2048  # per step, of priced gates and of head gates
-FROZEN_STEP_PASSES = (
-    3  # of head gates and duo: unchanged model, mixture forward, backward without weight gradients
-)
-HEAD_GATE_STEPS = (
-    50  # 25 and 100 steps choose the same heads, except one in eighteen (reports/study)
-)
-DUO_STEPS, DUO_STEP_BLOCKS = 200, 2
+# Of head gates and duo: unchanged model, mixture forward, backward without weight gradients
+FROZEN_STEP_PASSES = 3
+# 25 and 100 steps choose the same heads, except one in eighteen (reports/study)
+HEAD_GATE_STEPS = 50
+DUO_STEPS = 200
+DUO_STEP_BLOCKS = 2
 SCORING_TOKENS = 12_288  # tokens of text for signals that score layouts
-STRONG_SINK = (
-    0.3  # share of a head's attention on the first tokens above which it has an attention sink
-)
+# Share of a head's attention on the first tokens above which it has an attention sink
+STRONG_SINK = 0.3
 SINK_TOKENS = 2048  # tokens of text that attention sinks are measured on
 ABLATION_TOKENS = 4096  # for validating a table; reports/LOG.md has the accuracy
 

@@ -9,12 +9,10 @@ MIN_RATIO, MAX_RATIO = (
     0.7,
     1.4,
 )  # bounds of reached / target density, beyond which the ranking is for another budget
-FROZEN = (
-    "frozen-model"  # "training" in a probe's record if gates were trained with the weights frozen
-)
-_NEARLY_OPEN = (
-    0.9  # above this density a head keeps nearly everything; below 1 - 0.9, nearly nothing
-)
+# "training" in a probe's record if gates were trained with the weights frozen
+FROZEN = "frozen-model"
+# Above this density a head keeps nearly everything; below 1 - 0.9, nearly nothing
+_NEARLY_OPEN = 0.9
 _STANDING_OUT = 0.1  # share of heads above density 0.5 from which on some heads stand out
 _UNDIFFERENTIATED = 0.5  # share of heads on one side above which gates have not differentiated
 

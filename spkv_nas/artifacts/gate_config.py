@@ -7,7 +7,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from spkv_nas.artifacts.histogram import threshold_logit
 from spkv_nas.base.limits import MAX_WINDOW
 
-_WINDOWS, _BLOCK_PER_WINDOW = (8, 128), 16
+_WINDOWS = (8, 128)
+_BLOCK_PER_WINDOW = 16
 
 GATED, GLOBAL, LOCAL = "SGL"  # letters in a grid of heads; global and local heads have no gate
 

@@ -60,7 +60,8 @@ def head_cells(heads_per_layer: Sequence[int]) -> NDArray[np.bool_]:
 
 def grid_words(heads_per_layer: Sequence[int]) -> str:
     """Format a grid, such as "21 layers x 3 KV heads" or "48 layers x 4 to 8 KV heads"."""
-    least, most = min(heads_per_layer), max(heads_per_layer)
+    least = min(heads_per_layer)
+    most = max(heads_per_layer)
     return f"{len(heads_per_layer)} layers x {most if least == most else f'{least} to {most}'} KV heads"
 
 
@@ -70,7 +71,8 @@ def check_grid(
     """Raise ``UserError`` unless ``what``, such as "layout 'densest'", has as many heads by layer as ``other``."""
     if tuple(actual) == tuple(expected):
         return
-    advice, words = f"\n{remedy}" if remedy else "", (grid_words(actual), grid_words(expected))
+    advice = f"\n{remedy}" if remedy else ""
+    words = (grid_words(actual), grid_words(expected))
     if words[0] != words[1]:
         raise UserError(f"{what} is for {words[0]}, {other} has {words[1]}{advice}")
     pairs = zip(actual, expected, strict=True)

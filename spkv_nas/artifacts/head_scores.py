@@ -31,9 +31,13 @@ from spkv_nas.base import arguments, files, records, schema, tables
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.replace import replacing, settle
 
-_TABLE, RECORD = "density.csv", "probe.yaml"
-_POSITIONS, _HISTOGRAM, _DOCUMENTS = "positions.csv", "histogram.npz", "documents.npz"
-_GAINS, _WINDOWS = "gains.csv", "windows.csv"
+_TABLE = "density.csv"
+RECORD = "probe.yaml"
+_POSITIONS = "positions.csv"
+_HISTOGRAM = "histogram.npz"
+_DOCUMENTS = "documents.npz"
+_GAINS = "gains.csv"
+_WINDOWS = "windows.csv"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -181,7 +185,8 @@ class HeadScores(grid.OnGrid):
     @property
     def missed_price(self) -> str | None:
         """Return a warning if the gates missed the target density of their price; else None."""
-        target, reached = self.metadata.get("target_density"), self.metadata.get("reached_density")
+        target = self.metadata.get("target_density")
+        reached = self.metadata.get("reached_density")
         learned = self.metadata.get("training") != diagnosis.FROZEN
         return (
             diagnosis.missed_price(target, reached, weights_learned=learned)
@@ -291,7 +296,8 @@ class HeadScores(grid.OnGrid):
 
     def _repr_html_(self) -> str:
         """Return an HTML table of the score of every KV head (densities in percent), for notebooks."""
-        scale, at_tau = self.measure.scale, f", at tau {self.tau:g}" if self.is_density else ""
+        scale = self.measure.scale
+        at_tau = f", at tau {self.tau:g}" if self.is_density else ""
         texts = [
             [scale.text(v) for v in row[:n]]
             for row, n in zip(self.values, self.heads_per_layer, strict=True)

@@ -197,7 +197,8 @@ def _declared(column: Column, kind: str, name: str) -> Column:
 
 def _check_complete(rows: pd.DataFrame, where: str, heads_per_layer: Sequence[int] | None) -> None:
     """Check that every domain has every head of the grid."""
-    layers, heads = int(rows["layer"].max()) + 1, int(rows["kv_head"].max()) + 1
+    layers = int(rows["layer"].max()) + 1
+    heads = int(rows["kv_head"].max()) + 1
     total = sum(heads_per_layer) if heads_per_layer else layers * heads
     for domain, domain_rows in rows.groupby("domain"):
         present = set(zip(domain_rows["layer"], domain_rows["kv_head"], strict=True))

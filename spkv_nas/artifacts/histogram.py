@@ -85,7 +85,8 @@ class LogitHistogram:
             return float(np.tensordot(shares, self.density(tau), 1).mean())
 
         # Bisect the logits at which a threshold still separates logits: the mean density falls as tau rises
-        low, high = float(self.edges[0]), min(float(self.edges[-1]), _LARGEST_LOGIT)
+        low = float(self.edges[0])
+        high = min(float(self.edges[-1]), _LARGEST_LOGIT)
         for _ in range(60):
             middle = (low + high) / 2
             low, high = (middle, high) if mean(sigmoid(middle)) > rho else (low, middle)
@@ -109,10 +110,8 @@ class LogitHistogram:
             return None
         remedy = "probe again, or remove it: only --tau needs it"
         arrays = read_arrays(path, _ARRAYS, remedy)
-        names, counts = (
-            tuple(str(name) for name in arrays["domains"]),
-            arrays["counts"].astype(np.int64),
-        )
+        names = tuple(str(name) for name in arrays["domains"])
+        counts = arrays["counts"].astype(np.int64)
         layers, most = grid
         found = (counts.shape[2],) * counts.shape[1]
         check_grid(
@@ -197,11 +196,9 @@ class DocumentCounts:
         remedy = "probe again, or remove the file: only confidence intervals need it"
         arrays = read_arrays(path, _DOCUMENT_ARRAYS, remedy)
         names = tuple(str(name) for name in arrays["domains"])
-        kept, tokens, domain = (
-            arrays["kept"],
-            arrays["tokens"].astype(np.int64),
-            arrays["domain"].astype(np.int64),
-        )
+        kept = arrays["kept"]
+        tokens = arrays["tokens"].astype(np.int64)
+        domain = arrays["domain"].astype(np.int64)
         # Check that the counts belong to the table
         if (
             names != domains

@@ -90,7 +90,8 @@ def cache_facts(
     """
     candidates = candidate_layers(layers)
     known = [size for index in candidates if (size := head_dims[index]) is not None]
-    native, sizes = [], []
+    native = []
+    sizes = []
     for layer, number, size in zip(layers, heads_per_layer, head_dims, strict=True):
         if layer.is_always_local:
             native += [layer.checkpoint_window] * number

@@ -18,7 +18,8 @@ import pandas as pd
 
 Answer = Literal["passes", "fails", "open"]
 _VERBS: dict[str, str] = {"passes": "passes", "fails": "fails", "open": "is open at"}
-_DIGITS, _MOST_DECIMALS = 3, 4  # of a loss: significant digits, and decimals at most
+_DIGITS = 3  # significant digits of a loss
+_MOST_DECIMALS = 4  # decimals of a loss, at most
 SAMPLES = "samples"  # what a sample is called where that was not recorded
 
 

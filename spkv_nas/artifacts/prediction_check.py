@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 CHECK = "prediction_check"  # key of a record: ``PredictionCheck.as_mapping``
-HEAD_GATES = (
-    "head_gates"  # key of a record: the gates of all heads, by layer, for layouts to compare
-)
+# Key of a record: the gates of all heads, by layer, for layouts to compare
+HEAD_GATES = "head_gates"
 
 # Rank correlation with the true losses below which costs are no guide. With twelve layouts, costs that say nothing
 # reach it in 2 % of cases, and costs with a correlation of .9 over all layouts stay below in 3 % (simulated,

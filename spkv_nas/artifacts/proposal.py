@@ -62,7 +62,8 @@ class Proposal:
         }
         windows = {names[name]: window for name, window in self.windows.items()}
         if len({*windows.values()}) > 1 and is_equal_memory(memory):
-            windows, others = {}, None
+            windows = {}
+            others = None
         sinks = {names[name]: number for name, number in self.sinks.items()}
         remedy = "propose all at one {}, or at one --memory"
         warn_of_windows({**windows, **(others or {})}, sinks, remedy=remedy)
@@ -160,7 +161,8 @@ def layout_names(entries: Sequence[tuple[Path, Layout]]) -> list[str]:
 
 def _additions(file: Path, layout: Layout) -> tuple[str, ...]:
     """Return what may tell a layout from another of its strategy, in the order of ``layout_names``."""
-    heads, folder = layout.num_global, file.resolve().parent.name
+    heads = layout.num_global
+    folder = file.resolve().parent.name
     windows = "-".join(map(str, layout.legend.values()))
     return (
         str(heads),

@@ -30,9 +30,8 @@ _RESULTS = (
     "inputs",
     "num_selection",
 )  # keys that do not describe the inputs
-ALARM = (
-    "alarm"  # key of a record: the sentence that its numbers make no sense (``evaluation.alarms``)
-)
+# Key of a record: the sentence that its numbers make no sense (``evaluation.alarms``)
+ALARM = "alarm"
 CHECKPOINTS = "checkpoints.csv"
 RUN_RECORD = "run.json"  # in the folder of a finished branch
 _COLUMNS = (Column("strategy"), Column("seed", "whole"), Column("hash"), Column("checkpoint"))
@@ -57,12 +56,10 @@ class JudgedLayout(schema.Recorded):
     heads: str  # ``Layout.words``
     window: int  # recent keys that a local head sees
     sinks: int = 0  # sink tokens of local heads
-    trained: bool = (
-        False  # whether the candidate is a checkpoint of its own, not the dense model's weights
-    )
-    kv_cache_percent: float | None = (
-        None  # memory at ``ResultRecord.context`` tokens, of full attention's
-    )
+    # Whether the candidate is a checkpoint of its own, not the dense model's weights
+    trained: bool = False
+    # Memory at ``ResultRecord.context`` tokens, of full attention's
+    kv_cache_percent: float | None = None
 
 
 class ResultRecord(schema.Recorded):
@@ -177,7 +174,8 @@ class ResultTable:
         """
         environment = {**version.environment(), **origin.get("environment", {})}
         origin = {"inputs": inputs_of(origin), **origin, "environment": environment}
-        table, record = f"{self.name}.csv", f"{self.name}.yaml"
+        table = f"{self.name}.csv"
+        record = f"{self.name}.yaml"
         replace.settle(folder)  # so that an earlier result is complete
         with replace.replacing(folder) as new:
             write_csv(new / table, rows)
@@ -188,7 +186,8 @@ class ResultTable:
 
     def read(self, folder: Path) -> tuple[pd.DataFrame, dict[str, Any]] | None:
         """Read the rows, with missing values as NaN, and the record, empty if there is none; None without a table."""
-        table, record = folder / f"{self.name}.csv", folder / f"{self.name}.yaml"
+        table = folder / f"{self.name}.csv"
+        record = folder / f"{self.name}.yaml"
         if not table.is_file():
             return None
         rows = read_table(table, self.name, self.columns, others=True).reset_index(drop=True)

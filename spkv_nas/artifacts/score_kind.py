@@ -51,7 +51,8 @@ class Scale:
     @property
     def ticks(self) -> tuple[float, ...]:
         """Return the values to mark: 0, and the ends and the positive midpoint if they are far enough from it."""
-        even, zero = self.even, float(self.fraction(0.0))
+        even = self.even
+        zero = float(self.fraction(0.0))
         middle = (
             even * math.sinh(math.asinh(self.high / even) / 2)
             if self.is_stretched
@@ -97,7 +98,8 @@ class Measure:
         if kind == kinds.DENSITY:
             return DENSITY
         # Choose the scale of a share
-        low, high = min(0.0, float(values.min())), max(_MIN_HIGH, float(values.max()))
+        low = min(0.0, float(values.min()))
+        high = max(_MIN_HIGH, float(values.max()))
         unit = unit or kinds.SHARE_UNIT
         meaning = f"The signal {signal}: {unit}; higher for KV heads that need global attention."
         if kind == kinds.SHARE:

@@ -13,9 +13,8 @@ from spkv_nas.artifacts.layout import Layout
 
 TRIED = "layouts_tried"  # key of a record: a list of ``TriedLayout.as_mapping``
 RECOMMENDED = "recommended"  # key of a record: the name of the layout to recommend; and the name of a copy of its file
-FAR_ERRORS = (
-    2.0  # standard errors from a measured loss, beyond which a prediction is said to be wrong
-)
+# Standard errors from a measured loss, beyond which a prediction is said to be wrong
+FAR_ERRORS = 2.0
 
 
 @dataclass(frozen=True)

@@ -107,8 +107,10 @@ def is_native(device: str, dtype: "torch.dtype") -> bool:
     library = torch.ops.mkldnn
     processor: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()  # from torch 2.10
     if dtype == torch.bfloat16:
-        names, supported = ("avx512_bf16", "amx_bf16"), library._is_mkldnn_bf16_supported()
+        names = ("avx512_bf16", "amx_bf16")
+        supported = library._is_mkldnn_bf16_supported()
     else:
-        names, supported = ("avx512_fp16", "amx_fp16"), library._is_mkldnn_fp16_supported()
+        names = ("avx512_fp16", "amx_fp16")
+        supported = library._is_mkldnn_fp16_supported()
     is_x86 = processor.get("architecture") == "x86_64"
     return bool(supported) and (not is_x86 or any(processor.get(name) for name in names))

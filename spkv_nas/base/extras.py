@@ -68,7 +68,8 @@ class _Watch(MetaPathFinder):
     """Import finder that finds no module, but wraps the loader of ``module`` to call ``action`` afterwards."""
 
     def __init__(self, module: str, action: Callable[[], None]) -> None:
-        self.module, self.action = module, action
+        self.module = module
+        self.action = action
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-SHOWN, NOTE = "shown", "note"  # metadata keys that ``default`` sets
+# Metadata keys that ``default`` sets
+SHOWN = "shown"
+NOTE = "note"
 
 
 @dataclass(frozen=True)

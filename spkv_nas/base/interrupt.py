@@ -73,7 +73,8 @@ def deferred() -> Iterator[Pending]:
         ):
             raise Interrupted(number)
         if pending.number is None:
-            pending.number, pending.since = number, now
+            pending.number = number
+            pending.since = now
 
     with _handled_by(record, [number for number in _SIGNALS if signal.getsignal(number) is _raise]):
         yield pending

@@ -11,7 +11,8 @@ from filelock import FileLock, Timeout
 
 from spkv_nas.base import errors, progress
 
-_LOCK, _OWNER = ".lock", ".lock-owner"
+_LOCK = ".lock"
+_OWNER = ".lock-owner"
 
 
 def shared_lock(file: Path) -> FileLock:
@@ -24,7 +25,8 @@ class FolderLock:
 
     def __init__(self, folder: Path, what: str) -> None:
         """Store the arguments without acquiring the lock."""
-        self._folder, self._what = folder, what
+        self._folder = folder
+        self._what = what
         self._lock = shared_lock(folder / _LOCK)
         self._has_waited = False
 

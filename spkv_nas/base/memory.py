@@ -13,9 +13,8 @@ from spkv_nas.base.progress import Progress
 
 Result = TypeVar("Result")
 CHUNK_BYTES = 1 << 28  # of the logits of a chunk of tokens, in float32
-_CPU_PART = (
-    8  # a chunk with gradients on a CPU is this part: a whole one takes up to a sixth longer
-)
+# A chunk with gradients on a CPU is this part: a whole one takes up to a sixth longer
+_CPU_PART = 8
 _GPU_PART = 64  # a chunk with gradients takes at most this part of a GPU's memory
 
 
@@ -63,7 +62,8 @@ def require(num_bytes: float, what: str, remedy: str, *, device: str = "cpu") ->
     """Check that a device has ``num_bytes``; ``UserError`` says ``what`` needs them, and the remedy."""
     free = available_bytes(device)
     if num_bytes > free:
-        needed, available = units.format_bytes(round(num_bytes)), units.format_bytes(free)
+        needed = units.format_bytes(round(num_bytes))
+        available = units.format_bytes(free)
         raise errors.UserError(
             f"{what}: needs at least {needed} of memory, but only {available} is available\n{remedy}"
         )
@@ -109,7 +109,8 @@ class AdaptiveBatchSize:
         ``work`` must have no side effects if it fails; ``progress`` is called with (items done, in all) after each
         part.
         """
-        results, done = list[Result](), 0
+        results = list[Result]()
+        done = 0
         while done < len(items):
 
             def attempt(size: int, left: range = items[done:]) -> tuple[int, list[Result]]:

@@ -28,7 +28,8 @@ GRADIENT = "passes with gradients"  # counted in forward passes by what a signal
 START = "starts"  # of the command, in which it imported its libraries: for steps that run no model
 SECONDS = "seconds"
 _TRUST = 0.1  # part of a step after which its own speed counts as much as the expected one
-_RISE, _NEWS = 1.5, 3.0  # multiples of the lowest time left so far
+_RISE = 1.5  # multiple of the lowest time left so far
+_NEWS = 3.0  # multiple of it that is shown at once: something changed
 _MOST = 0.9  # part of the expected time after which a step that counts nothing is said to be nearly done
 
 
@@ -216,7 +217,8 @@ def log_lines(title: str) -> Display:
 
 def logged(title: str) -> Bar:
     """Return a bar for one step, such as a call from Python, that logs lines with the time left."""
-    show, agenda = log_lines(title), Agenda()
+    show = log_lines(title)
+    agenda = Agenda()
     agenda.begin(title)
 
     def tell(done: int, total: int, note: str = "") -> None:
@@ -376,7 +378,8 @@ class Stages:
     @contextmanager
     def begin(self, title: str) -> Iterator[Reporter]:
         """Announce a stage, and yield the reporter for its steps."""
-        heading, agenda = self._heading(title), self.reporter.agenda
+        heading = self._heading(title)
+        agenda = self.reporter.agenda
         self.reporter.announce(heading)
         with self.reporter.display(heading) as show:
             agenda.begin(heading)

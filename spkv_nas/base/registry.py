@@ -80,7 +80,8 @@ class Entry:
     @classmethod
     def options(cls) -> dict[str, EntryOption]:
         """Return the options that are annotated with a ``Flag``, by name."""
-        hints, declared = get_type_hints(cls, include_extras=True), dict[str, EntryOption]()
+        hints = get_type_hints(cls, include_extras=True)
+        declared = dict[str, EntryOption]()
         for field in fields(cls):  # type: ignore[arg-type]  # every entry is a dataclass
             hint = hints[field.name]
             if get_origin(hint) is Annotated and isinstance(flag := get_args(hint)[1], Flag):

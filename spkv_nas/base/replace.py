@@ -23,7 +23,10 @@ from filelock import Timeout
 from spkv_nas.base import errors, locks
 from spkv_nas.base.files import as_user_error
 
-_NEW, _COMMIT, _STALE, _LOCK = ".new-", ".commit", ".stale.json", ".commit-lock"
+_NEW = ".new-"
+_COMMIT = ".commit"
+_STALE = ".stale.json"
+_LOCK = ".commit-lock"
 _PARTIAL = ".partial-"  # after the name of the folder that a temporary one becomes
 _DAY = 86_400.0  # seconds
 

@@ -75,7 +75,8 @@ def jackknife_ratio(values: Float, bases: Float | NDArray[np.int64]) -> tuple[Fl
     """
     is_used = bases > 0
     values, bases = values[..., is_used], bases[is_used]
-    total, number = bases.sum(), len(bases)
+    total = bases.sum()
+    number = len(bases)
     ratio = values.sum(-1) / total
     if number < 2:
         return ratio, np.full_like(ratio, np.nan)
@@ -90,7 +91,8 @@ def mean_and_error(values: Float) -> tuple[float, float]:
     about other samples. The error is then ``unseen_share`` / 1.96, so that 1.96 errors reach the end of the exact 95 %
     interval.
     """
-    mean, number = values.mean(), len(values)
+    mean = values.mean()
+    number = len(values)
     error = float(clustered_error(((values - mean) ** 2).sum(), number, number))
     is_constant = number > 1 and np.ptp(values) == 0.0 and abs(mean) <= 1.0
     return float(mean), unseen_share(number) / NORMAL_95 if is_constant else error
@@ -143,7 +145,8 @@ def bounds_so_far(samples: Float, sizes: Float) -> Float:
     It is infinite until there are ``FEW_DOCUMENTS`` earlier samples: no bet rests on fewer. Their effective number
     follows from their positive ``sizes`` [..., n], such as the NLL of documents.
     """
-    earlier, bounds = slice(None, -1), np.full(samples.shape, np.inf)
+    earlier = slice(None, -1)
+    bounds = np.full(samples.shape, np.inf)
     largest = np.maximum.accumulate(np.abs(samples), -1)[..., earlier]
     number = sizes.cumsum(-1)[..., earlier] ** 2 / (sizes**2).cumsum(-1)[..., earlier]
     bounds[..., 1:] = np.where(

@@ -31,12 +31,10 @@ class Column:
     low: float = 0  # smallest number allowed
     high: float = math.inf  # largest number allowed
     above: float | None = None  # exclusive lower bound, which replaces ``low``
-    default: str | None = (
-        None  # text of every cell if the table has no such column; None: the column is required
-    )
-    gaps: bool = (
-        False  # whether numbers may be missing (empty cells, NaN); text may always be empty
-    )
+    # Text of every cell if the table has no such column; None: the column is required
+    default: str | None = None
+    # Whether numbers may be missing (empty cells, NaN); text may always be empty
+    gaps: bool = False
     choices: tuple[str, ...] = ()  # allowed texts; empty: any
 
     @property

@@ -34,7 +34,8 @@ def parse_bytes(text: str) -> int:
 
 def format_bytes(number: int) -> str:
     """Format bytes, such as "1.98 GiB"."""
-    value, unit = float(number), "B"
+    value = float(number)
+    unit = "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if value < 1024:
             break

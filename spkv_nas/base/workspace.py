@@ -7,7 +7,8 @@ from pathlib import Path
 from spkv_nas.base import errors, files, replace
 from spkv_nas.base.names import check_name
 
-_PROBES, _REPORTS = "probes", "reports"
+_PROBES = "probes"
+_REPORTS = "reports"
 # Folders below ``layouts/<name>/``: of a budget range, of several solutions at one budget, of a search
 BUDGETS, SOLUTIONS, SEARCH = LAYOUT_FOLDERS = ("budgets", "solutions", "search")
 

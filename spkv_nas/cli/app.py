@@ -57,9 +57,8 @@ _TAKE_SEVERAL = (
 )  # files, as a shell expands *.txt
 _ARGUMENTS = (".yaml", ".yml")  # recipes and layouts: always arguments of the command
 DISTRIBUTED = ("train", "train-hybrid", "probe", "evaluate", "score")
-_CPU_ALLOCATOR = (
-    "DefaultCPUAllocator"  # names itself in a RuntimeError that has no class of its own
-)
+# Names itself in a RuntimeError that has no class of its own
+_CPU_ALLOCATOR = "DefaultCPUAllocator"
 OTHERS_WAIT = 5.0  # seconds before other ranks report an error: rank 0 prints shared ones, then torchrun ends them
 
 
@@ -284,10 +283,8 @@ def explained(error: Exception) -> tuple[str, int]:
     ):
         return str(missing), 2
     if hasattr(error, "format_message"):  # a usage error raised by typer or click
-        command_path, message = (
-            getattr(getattr(error, "ctx", None), "command_path", "spkv-nas"),
-            error.format_message(),
-        )
+        command_path = getattr(getattr(error, "ctx", None), "command_path", "spkv-nas")
+        message = error.format_message()
         # Empty where no command was named: typer has printed the help already
         return message and f"{message}\nsee '{command_path} --help'{registry.reinstall_hint()}", 2
     if is_lost_process(error):
@@ -339,13 +336,15 @@ def name_each(arguments: Sequence[str]) -> list[str]:
     stay arguments of the command.
     """
     expanded: list[str] = []
-    option, has_value = "", False
+    option = ""
+    has_value = False
     for number, word in enumerate(arguments):
         if word == "--":  # only arguments follow
             return [*expanded, *arguments[number:]]
         # Options end the list of files, unless one still lacks its value
         if word.startswith("-") and not (option and not has_value):
-            option, has_value = word if word in _TAKE_SEVERAL else "", False
+            option = word if word in _TAKE_SEVERAL else ""
+            has_value = False
         elif option and not has_value:
             has_value = True
         elif option and not word.lower().endswith(_ARGUMENTS):

@@ -147,10 +147,8 @@ def _bounds(flag: Flag) -> dict[str, Any]:
         name: bound if bound is None or abs(bound) <= _LARGE else None
         for name, bound in (("min", flag.low), ("max", flag.high))
     }
-    low, high = (
-        -math.inf if flag.low is None else flag.low,
-        math.inf if flag.high is None else flag.high,
-    )
+    low = -math.inf if flag.low is None else flag.low
+    high = math.inf if flag.high is None else flag.high
 
     def check_bounds(value: float | None) -> float | None:
         if value is not None and not low <= value <= high:
@@ -176,7 +174,8 @@ def _parameter(field: Field[Any], kind: Any, flag: Flag, panel: str | None) -> i
         "autocompletion": completion(flag),
     }
     info = typer.Argument(**settings) if flag.argument else typer.Option(*flag.names, **settings)
-    by_name, default = inspect.Parameter.KEYWORD_ONLY, field.default
+    by_name = inspect.Parameter.KEYWORD_ONLY
+    default = field.default
     default = inspect.Parameter.empty if default is MISSING else default
     return inspect.Parameter(field.name, by_name, default=default, annotation=Annotated[kind, info])
 

@@ -45,13 +45,13 @@ def working(
 @contextmanager
 def _printed(level: int, show: Announce) -> Iterator[None]:
     """Print the package's log records of at least ``level`` in the block: warnings as cautions, others by ``show``."""
-    level_before, propagate_before = LOGGER.level, LOGGER.propagate
+    level_before = LOGGER.level
+    propagate_before = LOGGER.propagate
     handler = _Printer(show)
     LOGGER.addHandler(handler)
     LOGGER.setLevel(level)
-    LOGGER.propagate = (
-        False  # libraries may have given the root logger a handler, which would print them again
-    )
+    # Libraries may have given the root logger a handler, which would print them again
+    LOGGER.propagate = False
     try:
         yield
     finally:

@@ -29,16 +29,17 @@ if TYPE_CHECKING:
 
 # Stages, and those that run no model, in starts of the command: the folder is checked in a process of its own, which
 # imports the same libraries
-_COSTS, _SEARCH, _FOLDER, _REPORT = (
-    "costs of windows",
-    "smallest KV cache that passes",
-    "the folder",
-    "the report",
-)
-_RETRAINING, _VERDICT = "retraining", "verdict on retrained hybrids"
+_COSTS = "costs of windows"
+_SEARCH = "smallest KV cache that passes"
+_FOLDER = "the folder"
+_REPORT = "the report"
+_RETRAINING = "retraining"
+_VERDICT = "verdict on retrained hybrids"
 _STARTS = {_FOLDER: 1.0, _REPORT: 0.5}
 _LOOKS = 3.0  # about as many budgets are measured, and as many retrained hybrids
-_STEP_TOKENS, _TRAINING_PASSES = 2048, 3.0  # of a step of retraining on a CPU
+# Of a step of retraining on a CPU
+_STEP_TOKENS = 2048
+_TRAINING_PASSES = 3.0
 
 _RECOVERED = (
     2.0,
@@ -282,7 +283,8 @@ def _retrain(
     from spkv_nas.training import retraining
 
     # Choose layouts by their costs
-    margins, nll = search.compared.trial.margins, table.metadata.get("nll")
+    margins = search.compared.trial.margins
+    nll = table.metadata.get("nll")
     middle = len(search.layouts) // 2
     by_costs = {first_by_costs(margins, search.layouts, nll, factor) for factor in _RECOVERED}
     positions = sorted({middle if position is None else position for position in by_costs})
@@ -342,7 +344,8 @@ def _export(options: AutoOptions, hybrid: _Hybrid, reporter: Reporter) -> str | 
 
 def _lines(options: AutoOptions, hybrid: _Hybrid, page: Path, serve: str | None) -> list[str]:
     """Return the lines that a user reads at the end: heads, memory, loss, files, and what was not tried."""
-    layout, memory = hybrid.layout, hybrid.memory
+    layout = hybrid.layout
+    memory = hybrid.memory
     # The loss by each criterion, whose upper end holds for all budgets together
     losses = [f"{each.criterion} {each.finding}; {each.conclusion}" for each in hybrid.measured]
     requests = (
@@ -406,13 +409,11 @@ def _show(result: AutoResult) -> None:
         console.out.print(Text(line), soft_wrap=True)
 
 
-DEMO_STEPS = (
-    25  # of head gates; 25 steps choose the same heads as 100 in all but one of the study's models
-)
+# Of head gates; 25 steps choose the same heads as 100 in all but one of the study's models
+DEMO_STEPS = 25
 DEMO_LAYOUTS = (RECOMMENDED, "densest", "interleaved-last")
-DEMO_TOKENS = (
-    65_536  # a fifth of the held-out text; a tenth misses a needed head among 18 (reports/LOG.md)
-)
+# A fifth of the held-out text; a tenth misses a needed head among 18 (reports/LOG.md)
+DEMO_TOKENS = 65_536
 
 
 @dataclass(frozen=True, kw_only=True)

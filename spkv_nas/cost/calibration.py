@@ -90,7 +90,8 @@ class Calibration:
 
     def check_shape(self, shape: Shape) -> None:
         """Raise ``UserError`` unless a model has the measured heads; its number of layers may differ."""
-        measured, present = heads_title(self.case), heads_title(shape)
+        measured = heads_title(self.case)
+        present = heads_title(shape)
         if present != measured:
             raise errors.UserError(
                 f"the calibration was measured for {measured}; this model has {present}"
@@ -105,7 +106,8 @@ class Calibration:
 
     def check_context(self, context: int) -> None:
         """Raise ``UserError`` unless a context length is within the measured range."""
-        first, last = self.contexts[0], self.contexts[-1]
+        first = self.contexts[0]
+        last = self.contexts[-1]
         if not first <= context <= last:
             raise errors.UserError(
                 f"the calibration measured {first:,} to {last:,} tokens, not {context:,}: calibrate with "
@@ -142,7 +144,8 @@ class Calibration:
                     f"layout '{heads.strategy}' has {heads.num_kv_heads} KV heads per layer, "
                     f"the times were measured for {self.case.num_kv_heads}"
                 )
-            window, sinks = heads.window, heads.sinks
+            window = heads.window
+            sinks = heads.sinks
             heads = [row.count("G") / self.case.num_kv_heads for row in heads.heads]
         # Add up the layers, those of one share at once
         total = 0.0

@@ -49,10 +49,11 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.memory import chunk_tokens
 
 ROOM = 0.9  # share of the available memory for passes; the rest is for allocator and driver
-FROZEN_ROOM = (
-    0.5  # share of the free memory that a pass with gradients through a frozen model may use
-)
-FLOAT32, BFLOAT16 = 4, 2  # bytes
+# Share of the free memory that a pass with gradients through a frozen model may use
+FROZEN_ROOM = 0.5
+# Bytes
+FLOAT32 = 4
+BFLOAT16 = 2
 MOMENTS = 8  # bytes of Adam's two moments per parameter
 
 OptimizerName = Literal[
@@ -246,11 +247,9 @@ def logit_bytes(vocabulary: int, num_tokens: int, *, item: int, chunk: int | Non
 
 def num_predictor_parameters(size: ModelSize, gates: gate_config.GateConfig) -> int:
     """Return the number of parameters of all gate predictors on a model."""
-    channels, heads, width = (
-        size.hidden_size,
-        size.heads.num_kv_heads,
-        gates.width(size.hidden_size),
-    )
+    channels = size.hidden_size
+    heads = size.heads.num_kv_heads
+    width = gates.width(size.hidden_size)
     per_layer = (channels if gates.predictor == "linear" else width) * heads + heads
     if gates.predictor != "linear":
         per_layer += channels * width + width
@@ -266,8 +265,10 @@ def num_adapter_parameters(
 
     ``targets`` are names of linear layers as in Llama. If any name is unknown, all linear layers are counted.
     """
-    channels, ffn = size.hidden_size, size.intermediate_size
-    q, kv = size.heads.attention_width, size.heads.kv_width
+    channels = size.hidden_size
+    ffn = size.intermediate_size
+    q = size.heads.attention_width
+    kv = size.heads.kv_width
     widths = dict.fromkeys(("q_proj", "o_proj"), channels + q) | dict.fromkeys(
         ("k_proj", "v_proj"), channels + kv
     )
@@ -297,9 +298,8 @@ class PassMemory:
     attentions: int = 1  # kinds of attention that heads mix, and whose results they keep
     autocast: bool = False  # whether the model's weights are float32 and cast for every product
     on_cpu: bool = False  # whether gated attention computes and stores float32
-    chunk: int | None = (
-        None  # bytes of a chunk's logits with gradients (``base.memory.chunk_bytes``)
-    )
+    # Bytes of a chunk's logits with gradients (``base.memory.chunk_bytes``)
+    chunk: int | None = None
 
     def forward(self, num_tokens: int) -> int:
         """Return the bytes of a pass without gradients, up to the last hidden states."""
@@ -351,8 +351,10 @@ class PassMemory:
         self, num_tokens: int, *, learns: Learns = Learns.GATES, recomputes: bool = False
     ) -> int:
         """Return the bytes that a forward pass keeps for the backward pass, without logits."""
-        size, layers = self.size, self.size.num_decoder_layers
-        layer, gate = num_tokens * self._layer(learns), num_tokens * self._predictor
+        size = self.size
+        layers = self.size.num_decoder_layers
+        layer = num_tokens * self._layer(learns)
+        gate = num_tokens * self._predictor
         gated = 0 if self.gates is None else num_gated(size, self.gates)
         kept = (
             self._hidden(num_tokens) + layer + gate if recomputes else layers * layer + gated * gate
@@ -382,7 +384,8 @@ class PassMemory:
         return 0 if self.gates is None else FLOAT32 * (channels + 2 * self.gates.width(channels))
 
     def _layer(self, learns: Learns) -> int:
-        channels, ffn = self.size.hidden_size, self.size.intermediate_size
+        channels = self.size.hidden_size
+        ffn = self.size.intermediate_size
         q, kv, attention_item = self._attention
         activations = self.item * (3 * ffn + q * (self.attentions - 1)) + attention_item * 2 * (
             q + kv

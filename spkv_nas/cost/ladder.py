@@ -31,7 +31,9 @@ from spkv_nas.base import assets, errors
 from spkv_nas.cost.formulas import training_flops
 
 PAPER_BLOCK_SIZE = 8192
-TPP, WARMUP_TPP, DECAY_START_TPP = 160, 1, 140
+TPP = 160
+WARMUP_TPP = 1
+DECAY_START_TPP = 140
 FINAL_LEARNING_RATE = 0.01  # share of the peak learning rate
 MICRO_BLOCK_SIZE = 512
 _MICRO = (  # width, layers, Hq, Hkv, tokens per step, learning rate
@@ -60,7 +62,8 @@ class Level:
     @property
     def shape(self) -> Shape:
         """Return L, heads, and N: parameters of attention, FFN and norms, without embeddings."""
-        width, head_dim = self.hidden_size, self.hidden_size // self.num_heads
+        width = self.hidden_size
+        head_dim = self.hidden_size // self.num_heads
         attention = 2 * width * head_dim * (self.num_heads + self.num_kv_heads)
         layer = attention + 3 * width * self.intermediate_size + 2 * width
         num_parameters = self.num_layers * layer + width

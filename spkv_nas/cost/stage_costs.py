@@ -83,9 +83,8 @@ class Site:
     bandwidth: float | None = None  # memory bandwidth in bytes/s; None: unknown
     devices: int = 1  # devices that training is sharded across; everything else runs on one
     is_cpu: bool = False  # whether the memory is the machine's
-    chunk: int | None = (
-        None  # bytes of a chunk's logits with gradients (``base.memory.chunk_bytes``)
-    )
+    # Bytes of a chunk's logits with gradients (``base.memory.chunk_bytes``)
+    chunk: int | None = None
 
     def holds(self, memory: "Bytes") -> bool:
         """Return whether the memory fits on a device."""
@@ -135,9 +134,8 @@ class Stages:
     site: Site
     block_size: int  # tokens per block
     batch_size: int  # blocks per pass in measurements, if they fit
-    item: int = (
-        BFLOAT16  # bytes of a weight and of an activation in measurements; training has its own
-    )
+    # Bytes of a weight and of an activation in measurements; training has its own
+    item: int = BFLOAT16
 
     @property
     def num_predictor_parameters(self) -> int:
@@ -207,20 +205,24 @@ class Stages:
         """Return the cost of training a branch, with gates or as a hybrid."""
         # Count tokens and FLOPs, those of a teacher included
         tokens = training.steps * training.batch_size * self.block_size
-        learns, recomputes, adapters = training.learns, training.recomputes, training.adapters
+        learns = training.learns
+        recomputes = training.recomputes
+        adapters = training.adapters
         teacher = self._forward_flops(scored=True, gated=False) if training.distills else 0.0
         flops = tokens * (
             teacher
             + self._learning_flops(learns, gated=gated, recomputes=recomputes, adapters=adapters)
         )
-        devices, micro = self.site.devices, self._micro(training)
+        devices = self.site.devices
+        micro = self._micro(training)
         memory = self.training_bytes(training, devices, micro, gated=gated)
         work = self._work(name, memory, tokens, flops, devices, self._batching(micro, recomputes))
         return work if work.fits else replace(work, remedy=self._training_remedy(training, gated))
 
     def generate(self, name: str, context: int, *, density: float, window: int) -> StageCost:
         """Return the cost of one decoded token after a prompt of ``context`` tokens that is processed in one pass."""
-        shape, item = self.size.shape, self.item
+        shape = self.size.shape
+        item = self.item
         cache = formulas.kv_cache_bytes(
             shape, context, density=density, window=window, element_size=item
         )
@@ -229,7 +231,8 @@ class Stages:
         work = self._work(
             name, Bytes(weights, passing=passing, cache=cache), 1, 2.0 * self.size.num_multiplied
         )
-        read, bandwidth = self.item * self.size.num_multiplied + cache, self.site.bandwidth
+        read = self.item * self.size.num_multiplied + cache
+        bandwidth = self.site.bandwidth
         seconds = None if bandwidth is None else read / bandwidth
         remedy = (
             ""
@@ -264,11 +267,10 @@ class Stages:
 
     def _training_remedy(self, training: Training, gated: bool) -> str:
         """Return the smallest change of a recipe with which training fits."""
-        again, smallest = (
-            "gradient_checkpointing: true",
-            "gradient_checkpointing: true, micro_batch_size: 1",
-        )
-        recomputing, devices = replace(training, recomputes=True), self.site.devices
+        again = "gradient_checkpointing: true"
+        smallest = "gradient_checkpointing: true, micro_batch_size: 1"
+        recomputing = replace(training, recomputes=True)
+        devices = self.site.devices
         changes = [
             (again, recomputing, devices, self._micro(training)),
             (smallest, recomputing, devices, 1),
@@ -288,10 +290,12 @@ class Stages:
         self, training: Training, devices: int, blocks: int, *, gated: bool
     ) -> Bytes:
         """Return the memory on one of ``devices`` with micro-batches of ``blocks``."""
-        learns, recomputes = training.learns, training.recomputes
+        learns = training.learns
+        recomputes = training.recomputes
         # Count trained parameters
         is_sharded = training.sharded and devices > 1
-        size, site = self.size, {"on_cpu": self.site.is_cpu, "chunk": self.site.chunk}
+        size = self.size
+        site = {"on_cpu": self.site.is_cpu, "chunk": self.site.chunk}
         passes = training.passes(size, self.gates if gated else None, **site)
         predictors = self.num_predictor_parameters if gated else 0
         learning = (
@@ -314,7 +318,8 @@ class Stages:
                 passes.item * size.without_embeddings
                 + (passes.item if is_sharded else FLOAT32) * outside
             )
-        gradients, moments = FLOAT32 * learning, training.moment_bytes * learning
+        gradients = FLOAT32 * learning
+        moments = training.moment_bytes * learning
         # FSDP2: a shard of everything, plus gathered layers
         if is_sharded:
             gathered = (
@@ -349,7 +354,8 @@ class Stages:
 
     def _forward_flops(self, *, scored: bool, gated: bool) -> float:
         size = self.size
-        density, window = size.full_attention_share, size.sliding_window
+        density = size.full_attention_share
+        window = size.sliding_window
         body = formulas.flops_per_token(size.shape, self.block_size, density=density, window=window)
         logits = 2.0 * size.vocabulary * size.hidden_size if scored else 0.0
         return body + logits + (2.0 * self.num_predictor_parameters if gated else 0.0)

@@ -98,7 +98,8 @@ def _decode_step(
         cache.reserve(DECODE_ROUNDS + 1)  # otherwise the pool would grow during the measurement
         caches.append(cache)
     # Time one token per cache
-    new_k, new_v = k[:, :, -1].contiguous(), v[:, :, -1].contiguous()
+    new_k = k[:, :, -1].contiguous()
+    new_v = v[:, :, -1].contiguous()
 
     def step() -> None:
         for cache in caches:

@@ -63,7 +63,9 @@ def run_own_batches(
     num_own = num_own_blocks(blocks.num_blocks, batch_size)
     # Run batch by batch, in parts where memory is too small
     first = share.start * size
-    start, stop, batching = first, first + num_own, AdaptiveBatchSize(size)
+    start = first
+    stop = first + num_own
+    batching = AdaptiveBatchSize(size)
     while start < stop:
 
         def attempt(number: int, start: int = start) -> tuple[int, Result]:

@@ -78,7 +78,8 @@ def write_blocks(
     Documents come with their tokens int32 [tokens], marked as by ``Boundaries.ended``, and few are in memory at a time.
     Raises ``UserError`` if the disk is full, or the text, which is called ``what``, has less than one block of tokens.
     """
-    opening, size = np.array(boundaries.opening, dtype=_INT32), block_size - len(boundaries.opening)
+    opening = np.array(boundaries.opening, dtype=_INT32)
+    size = block_size - len(boundaries.opening)
     num_documents = num_tokens = 0  # of text, those of an incomplete last block included
     shutil.rmtree(partial, ignore_errors=True)
     with files.as_user_error(partial):
@@ -231,10 +232,13 @@ class BlockCache:
         ``settings`` is everything that no other argument names. ``tokenizer.boundaries`` describes ``separator``,
         ``bos`` and ``documents``.
         """
-        self.root, self.tokenizer, self.block_size = root, tokenizer, block_size
+        self.root = root
+        self.tokenizer = tokenizer
+        self.block_size = block_size
         # tokens that every block begins with, and those after each document
         self.boundaries = boundaries(tokenizer, separator, bos, block_size, documents)
-        self._sources, self._base = list(sources), base
+        self._sources = list(sources)
+        self._base = base
         template = str(getattr(tokenizer, "chat_template", None))
         self._decided = (
             _FORMAT,

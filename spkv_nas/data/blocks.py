@@ -66,9 +66,8 @@ class TokenBlocks(ComparedByValue):
     document: NDArray[np.int32]
     documents: Collection[DocumentInfo]  # the documents, in the order of their tokens
     largest: int | None = None  # the largest token, if it is known without reading the tokens
-    boundaries: Boundaries = (
-        PLAIN  # tokens that every block begins with, before its text, and those between documents
-    )
+    # Tokens that every block begins with, before its text, and those between documents
+    boundaries: Boundaries = PLAIN
     # bool [N, T], which tokens begin a text: opening tokens, filling, and the first token of separate documents without
     # opening tokens. None for blocks that were made elsewhere, where the ids of special tokens tell it
     begins: NDArray[np.bool_] | None = None
@@ -397,7 +396,8 @@ def aligned(
             num_waiting += len(part)
             if num_waiting == size:
                 yield from waiting
-                waiting, num_waiting = [], 0
+                waiting = []
+                num_waiting = 0
     yield from waiting
 
 
@@ -414,7 +414,8 @@ def uncut(
     rooms: list[int] = []  # number of free tokens in each open block
 
     def filled(index: int) -> list[tuple[NDArray[np.int32], int]]:
-        block, room = blocks.pop(index), rooms.pop(index)
+        block = blocks.pop(index)
+        room = rooms.pop(index)
         return [*block, (np.full(room, boundaries.filling, dtype=np.int32), block[-1][1])]
 
     for tokens, owner in pieces:

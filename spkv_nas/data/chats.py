@@ -13,7 +13,8 @@ import numpy as np
 from spkv_nas.base import errors, files
 from spkv_nas.base.arrays import Tokens
 
-_ROLE, _CONTENT = "role", "content"
+_ROLE = "role"
+_CONTENT = "content"
 TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
 _CONFIG = "tokenizer_config.json"
 

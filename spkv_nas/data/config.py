@@ -16,9 +16,8 @@ NO_SEPARATOR, EOS, BOS, EOS_BOS = SEPARATORS = (
     "eos+bos",
 )  # what stands after a document
 JOINED: Literal["joined"] = "joined"  # tokens see earlier documents of their block
-SEPARATE: Literal["separate"] = (
-    "separate"  # tokens see only their own document, in which positions start again
-)
+# Tokens see only their own document, in which positions start again
+SEPARATE: Literal["separate"] = "separate"
 
 Bos = Literal["auto"] | bool
 

@@ -85,7 +85,8 @@ def domain(path: PackagePath) -> str:
 
 def _packages() -> tuple[list[Distribution], list[str]]:
     """Return the packages installed as pinned, in the order of the pins, and what is wrong with the others."""
-    packages, missing = [], []
+    packages = []
+    missing = []
     # Read the pins that belong to the text
     pins = constraints_file().read_text(encoding="utf-8").partition(_END)[0]
     for name, version in _PIN.findall(pins):
@@ -104,7 +105,8 @@ def _packages() -> tuple[list[Distribution], list[str]]:
 def _files(package: Distribution) -> list[PackagePath]:
     """Return the text files of a package, sorted by path; of a large package those with the smallest path hashes."""
     suitable = [file for file in package.files or () if _is_suitable(file)]
-    chosen, total = [], 0
+    chosen = []
+    total = 0
     for file in sorted(suitable, key=lambda file: hashlib.sha256(str(file).encode()).digest()):
         total += min(_located(file).stat().st_size, MAX_CHARACTERS)
         if total > MAX_BYTES:

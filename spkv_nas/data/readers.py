@@ -22,7 +22,9 @@ from spkv_nas.base.files import BYTE_ORDER_MARK, check_utf8, is_file, is_folder,
 from spkv_nas.data import chats, config, installed, stdlib, text_files, tokenizer
 
 COLUMN = ":column="  # between the path of a source and the name of the column with its text
-TEXT, MESSAGES = "text", "messages"  # columns that are read without being named
+# Columns that are read without being named
+TEXT = "text"
+MESSAGES = "messages"
 _TABLE_ROWS = 256  # rows of a table in memory at once
 _MAX_LINE = (
     512 << 20
@@ -432,7 +434,8 @@ def _rows(
     """Yield the texts or chats of rows."""
     for number, (location, row, size) in enumerate(rows):
         text_field, domain_field = _fields(row, options)
-        value, row_domain = row.get(text_field), row.get(domain_field)
+        value = row.get(text_field)
+        row_domain = row.get(domain_field)
         chat = chats.as_json(value)
         # Name the location and the fields of a row without text
         if chat is None and not isinstance(value, str):

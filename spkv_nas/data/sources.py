@@ -33,9 +33,8 @@ from spkv_nas.data.tokenizer import (
 
 MAX_DOMAIN = 100  # maximum characters of a domain
 TOKENIZE_BATCH = 64  # documents per batch
-ENOUGH = (
-    20  # documents; texts with fewer are cut into pieces, as one in twenty is held out by default
-)
+# Documents; texts with fewer are cut into pieces, as one in twenty is held out by default
+ENOUGH = 20
 _MAX_PATH = 1024  # characters of a string that may be a path
 _RECENT = 1 << 18  # hashes kept in a set before they are merged into the sorted array
 
@@ -47,9 +46,8 @@ class Document:
     text: str  # the text
     domain: str  # its domain
     name: str  # name to show
-    piece: int | None = (
-        None  # index, from 0, of a piece of a longer text, whose name it has; None for a whole text
-    )
+    # Index, from 0, of a piece of a longer text, whose name it has; None for a whole text
+    piece: int | None = None
     whole: str = ""  # id of that longer text, or a hash of its name if it is never read whole; empty for a whole text
     is_chat: bool = False  # whether the text is the JSON of a chat (``chats``), which is never cut
 

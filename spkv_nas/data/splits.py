@@ -42,15 +42,16 @@ from spkv_nas.data.tokenizer import (
 _LARGEST_SHARE = 0.1  # maximum share of tokens from one document, if there are enough documents
 _TWICE_EVEN = 2.0  # maximum multiple of a document's even share, if there are few
 BPE_SAMPLE_CHARACTERS = 20_000_000
-_TRAIN, _TEXT = "train", "text"  # subfolders of a cache folder
-_SAMPLE, _NOTES = "sample.npz", "sample-notes.json"
+_TRAIN = "train"  # subfolder of a cache folder, of training blocks
+_TEXT = "text"  # subfolder of the text
+_SAMPLE = "sample.npz"
+_NOTES = "sample-notes.json"
 _REACH, _MIN_REACH = (
     400,
     2_000_000,
 )  # characters that a sample is chosen from: per token, and at least
-RULE = (
-    2  # version of the choice of held-out tokens, so that results of another choice are not reused
-)
+# Version of the choice of held-out tokens, so that results of another choice are not reused
+RULE = 2
 _MAX_PER_TOKEN = 8  # upper bound of characters per token; few tokenizers reach 6
 _MIN_DOCUMENTS = 2  # minimum number of held-out documents, as a single one gives no standard error
 
@@ -94,7 +95,8 @@ class SpreadSample:
 
     def add(self, document: Document, ids: arrays.Tokens) -> None:
         """Take stretches of a document, tokens int32 [tokens] of ``tokenised``."""
-        size, info = self._stretch, DocumentInfo.of(document)
+        size = self._stretch
+        info = DocumentInfo.of(document)
         # Cut it into whole stretches, in order or spread over the document; what remains of it comes last
         num_whole = len(ids) // size
         order = np.arange(num_whole)
@@ -164,7 +166,8 @@ def heldout_share(config: DataConfig, base: Path, announce: Announce = silent) -
     hashed: list[tuple[int, int]] = []  # (hash, characters) of each document
     num_held = held_characters = kept_characters = 0
     for document in documents(config.sources, base, piece=piece_size(config.block_size)):
-        key, length = int(document.id[:8], 16), len(document.text)
+        key = int(document.id[:8], 16)
+        length = len(document.text)
         hashed.append((key, length))
         if key < config.heldout * 2**32:
             num_held, held_characters = num_held + 1, held_characters + length
@@ -374,7 +377,9 @@ class _Split:
 
     def write(self, *, with_training: bool) -> Path:
         """Write the held-out blocks, and the training blocks in the same pass over the text; return their folder."""
-        config, cache, limits = self.config, self.cache, self.cache.boundaries
+        config = self.config
+        cache = self.cache
+        limits = self.cache.boundaries
         share = heldout_share(config, self.base, self.reporter.announce)
         sample = _empty_sample(
             config.max_heldout_tokens,
@@ -439,7 +444,8 @@ def _reading(
     sources: Sequence[str | SourceConfig], base: Path, block_size: int, reporter: Reporter
 ) -> Iterator[tuple[Iterator[Document], ContentKey, LeftOut]]:
     """Yield the documents of a text, read under a progress bar, their content so far, and what was left out."""
-    content, left_out = ContentKey(), LeftOut()
+    content = ContentKey()
+    left_out = LeftOut()
     with reporter.bar("reading and tokenising text", "kB") as progress:
         texts = documents(
             sources, base, piece=piece_size(block_size), progress=progress, left_out=left_out

@@ -123,7 +123,8 @@ def _set_card_apart(found: Found) -> None:
     cards = [file for file in found.readable if file.parent == found.folder and is_card(file)]
     data = [file for file in found.readable if file not in cards]
     if len(cards) == 1 and data and all(ending(file) in (".txt", *TABLE_ENDINGS) for file in data):
-        found.card, found.readable = cards[0], data
+        found.card = cards[0]
+        found.readable = data
 
 
 def is_card(file: Path) -> bool:

@@ -27,13 +27,14 @@ if TYPE_CHECKING:
 else:
     Tokenizer = Any  # of annotations, which need not import transformers
 
-END_OF_TEXT, BEGIN_OF_TEXT = "<|endoftext|>", "<|beginoftext|>"
+END_OF_TEXT = "<|endoftext|>"
+BEGIN_OF_TEXT = "<|beginoftext|>"
 MAX_ENCODED_CHARACTERS = 1_000_000  # maximum length of a text encoded at once
-TRAINING_PIECE = (
-    1_000  # characters per piece in training, as the time of a merge grows with the length of words
-)
+# Characters per piece in training, as the time of a merge grows with the length of words
+TRAINING_PIECE = 1_000
 PIECE = 8_192  # minimum characters of a piece that serves as a document
-_BLOCKS, _CHARACTERS_PER_TOKEN = 4, 4
+_BLOCKS = 4
+_CHARACTERS_PER_TOKEN = 4
 
 
 def piece_size(block_size: int) -> int:
@@ -48,7 +49,8 @@ def cut(chunks: Iterable[str], size: int) -> Iterator[str]:
     """
     remainder = ""
     for chunk in chunks:
-        text, start = remainder + chunk, 0
+        text = remainder + chunk
+        start = 0
         while len(text) - start > size + size // 2:
             end = _end_of_piece(text, start, size)
             yield text[start:end]
@@ -59,7 +61,8 @@ def cut(chunks: Iterable[str], size: int) -> Iterator[str]:
 
 def _end_of_piece(text: str, start: int, size: int) -> int:
     """Return where a piece ends: in its second half after a paragraph, a line or before a space, else at ``size``."""
-    middle, end = start + size // 2, start + size
+    middle = start + size // 2
+    end = start + size
     for mark in ("\n\n", "\n"):
         position = text.rfind(mark, middle, end)
         if position >= 0:
@@ -160,10 +163,8 @@ class Boundaries:
 
     def num_measured(self, tokens: NDArray[np.integer]) -> tuple[int, int]:
         """Return how many of the tokens [B, T] of blocks are predicted, and how many are text; at least 1 each."""
-        num_targets, num_text = (
-            (self.positions(tokens)[:, 1:] > 0).sum(),
-            (~self.is_filling(tokens)).sum(),
-        )
+        num_targets = (self.positions(tokens)[:, 1:] > 0).sum()
+        num_text = (~self.is_filling(tokens)).sum()
         return max(1, int(num_targets)), max(1, int(num_text))
 
     def positions(self, tokens: NDArray[np.integer]) -> NDArray[np.int64]:
@@ -218,7 +219,8 @@ class SeparateDocuments(Boundaries):
 
         Documents without text, as at the end of a filled block, are divided into single tokens.
         """
-        length, num_opening = begins.shape[-1], max(1, len(self.opening))
+        length = begins.shape[-1]
+        num_opening = max(1, len(self.opening))
         columns = np.arange(length)
         # Find the next token of text: the opening tokens right before it belong to its document
         later = np.where(begins, length + num_opening, columns)

@@ -57,7 +57,9 @@ class Cell:
 
 
 PROGRAMS = Path(__file__).with_name("programs")
-EXACT, REFUSED, UNTRIED = Cell(Outcome.EXACT), Cell(Outcome.REFUSED), Cell(Outcome.UNTRIED)
+EXACT = Cell(Outcome.EXACT)
+REFUSED = Cell(Outcome.REFUSED)
+UNTRIED = Cell(Outcome.UNTRIED)
 
 
 @dataclass(frozen=True)
@@ -89,9 +91,8 @@ class Engine:
     tried: ClassVar[Mapping[str, Settings]] = {}
     # forms that it would run dense, were they not written with the key of ``guard``
     ignores_windows: tuple[str, ...] = ()
-    guard_key: str | None = (
-        None  # key of ``config.json`` that only this engine reads; None: none is known or needed
-    )
+    # Key of ``config.json`` that only this engine reads; None: none is known or needed
+    guard_key: str | None = None
     # program that ``serve-check`` and ``export --check`` run it with; None: there is none
     program: Program | None = None
 

@@ -47,7 +47,8 @@ def read_serving(text: str) -> Serving:
     if name not in engines:
         raise errors.UserError(f"unknown engine '{name}'; expected one of {', '.join(engines)}")
     engine = engines[name]
-    numbers, kv_dtype = {"page-size": engine.page_size, "in-flight-tokens": engine.in_flight}, None
+    numbers = {"page-size": engine.page_size, "in-flight-tokens": engine.in_flight}
+    kv_dtype = None
     for word in words:
         setting, _, value = word.partition("=")
         if setting == "kv-dtype":

@@ -73,7 +73,8 @@ def plan_parts(cache: ServedCache, parts: Mapping[Part, int]) -> CachePlan:
         for part in buckets
     }
     # Split buckets into groups of one size
-    group_size, largest = min(buckets.values()), max(buckets.values())
+    group_size = min(buckets.values())
+    largest = max(buckets.values())
     if largest < group_size * _FEW_PADDING:
         group_size = largest
     # Count the pages of a request of maximum length
@@ -162,9 +163,8 @@ class Vllm(PlannedEngine):
     note = "layouts per head take the memory of whole layers with as many global heads"
     page_size = 16  # DEFAULT_BLOCK_SIZE on GPUs; 128 on CPUs
     max_sinks = 1
-    in_flight = (
-        16384  # of ``vllm serve`` on an H100: max_num_batched_tokens of 8,192 in two batches
-    )
+    # Of ``vllm serve`` on an H100: max_num_batched_tokens of 8,192 in two batches
+    in_flight = 16384
 
     def plan(self, cache: ServedCache, num_global: int) -> CachePlan:
         """Plan the cache of a model in units of one head, or in whole layers."""

@@ -24,12 +24,13 @@ CHOSEN, RANDOM = (
     "densest",
     "random-",
 )  # names of the layout of the highest scores, and of layouts to compare with
-_SIGNIFICANT, _MIN_GAIN = 2.0, 0.1  # standard errors, percent of NLL
+_SIGNIFICANT = 2.0  # standard errors
+_MIN_GAIN = 0.1  # percent of NLL
 _MAX_CONTROL_GAIN = 2.0  # percent of NLL
-_MAX_SHARE = (
-    0.7  # of the NLL of token frequencies; models that know a text are below .5 (reports/LOG.md)
-)
-_COUNTED, _SAMPLE = 1 << 20, 2048  # tokens for frequencies, and for a pass over a text
+# Of the NLL of token frequencies; models that know a text are below .5 (reports/LOG.md)
+_MAX_SHARE = 0.7
+_COUNTED = 1 << 20  # tokens for frequencies
+_SAMPLE = 2048  # for a pass over a text
 
 
 @dataclass(frozen=True)

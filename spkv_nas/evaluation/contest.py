@@ -23,15 +23,14 @@ from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation import paired
 from spkv_nas.evaluation.zero_shot import Work, zero_shot
 
-FIRST_ROUND = (
-    4  # blocks of the first round, in which every layout is measured; each round doubles them
-)
+# Blocks of the first round, in which every layout is measured; each round doubles them
+FIRST_ROUND = 4
 USUAL_BLOCKS = 16  # after which most contests are decided, for forecasts
 # Text that is read at most: four rounds take about as long as costs of windows, and long blocks tell more
-_MOST_BLOCKS, _MOST_TOKENS = 32, 65_536
-FINALISTS = (
-    2  # layouts that are measured in every round, because one alone is compared with nothing
-)
+_MOST_BLOCKS = 32
+_MOST_TOKENS = 65_536
+# Layouts that are measured in every round, because one alone is compared with nothing
+FINALISTS = 2
 _EQUAL = 1.0  # layouts whose difference is within this number of standard errors count as equal
 _TOLD_APART = 2.0  # standard errors of a difference from which on it is taken for one
 # Percent of the NLL by which layouts need not be told apart: a tenth of the margin that is asked for most

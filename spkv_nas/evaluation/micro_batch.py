@@ -47,7 +47,8 @@ def fitting_batch(
     from spkv_nas.model import config_section, model_shape, weights
 
     # Find the largest batch that fits on every rank
-    max_batch, length = min(BATCH_SIZE, blocks.num_blocks), blocks.block_size
+    max_batch = min(BATCH_SIZE, blocks.num_blocks)
+    length = blocks.block_size
     memory = PassMemory(
         model_shape.model_size(model), int(model.dtype.itemsize), config_section.gate_config(model)
     )
@@ -69,7 +70,8 @@ def require_logits(model: PreTrainedModel, num_blocks: int, block_size: int) -> 
     from spkv_nas.model.model_shape import vocabulary_size
     from spkv_nas.model.placement import input_device
 
-    tokens, item = num_blocks * block_size, int(model.dtype.itemsize)
+    tokens = num_blocks * block_size
+    item = int(model.dtype.itemsize)
     hidden = tokens * int(model.config.get_text_config().hidden_size) * item
     description = f"hidden states and logits of {num_blocks} x {block_size} tokens"
     size = 2 * hidden + logit_bytes(vocabulary_size(model), tokens, item=item)

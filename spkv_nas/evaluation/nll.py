@@ -40,7 +40,8 @@ class DocumentSums:
 
     def add(self, start: int, losses: torch.Tensor) -> None:
         """Add the token losses [B, T - 1] in nats of consecutive blocks from ``start`` on, without each first token."""
-        blocks, rows = self._blocks, slice(start, start + len(losses))
+        blocks = self._blocks
+        rows = slice(start, start + len(losses))
         scored = ~blocks.begins_text(rows)[:, 1:]
         owner = blocks.document[rows, 1:][scored]
         np.add.at(self._total, owner, losses.cpu().numpy().astype(np.float64)[scored])
@@ -48,8 +49,10 @@ class DocumentSums:
 
     def result(self) -> paired.DocumentNLL:
         """Return the sums over all processes; call on all ranks. Raises ``UserError`` if one is not finite."""
-        total, count = sum_over_processes(self._total), sum_over_processes(self._count)
-        num_invalid, num_seen = int((~np.isfinite(total)).sum()), int((count > 0).sum())
+        total = sum_over_processes(self._total)
+        count = sum_over_processes(self._count)
+        num_invalid = int((~np.isfinite(total)).sum())
+        num_seen = int((count > 0).sum())
         if num_invalid:
             raise UserError(
                 f"the NLL of {num_invalid} of {num_seen} documents is not a finite number\n{OVERFLOW}"
@@ -73,7 +76,8 @@ class PositionSums:
 
     def add(self, start: int, losses: torch.Tensor) -> None:
         """Add the token losses [B, T - 1], as ``DocumentSums.add`` does."""
-        blocks, rows = self._blocks, slice(start, start + len(losses))
+        blocks = self._blocks
+        rows = slice(start, start + len(losses))
         scored = ~blocks.begins_text(rows)[:, 1:]
         positions = own_positions(blocks.document[rows])[:, 1:][scored]
         place = np.searchsorted(self._edges, positions, side="right") - 1
@@ -87,9 +91,8 @@ class PositionSums:
         ).astype(np.float64)
 
 
-_FIRST_EDGE = (
-    16  # positions below it are one range; each range after it is twice as long as all before it
-)
+# Positions below it are one range; each range after it is twice as long as all before it
+_FIRST_EDGE = 16
 
 
 def position_edges(block_size: int) -> list[int]:

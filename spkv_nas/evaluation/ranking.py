@@ -174,7 +174,8 @@ class Trust:
         # Keep all positive gains, provided that at least one is significant
         significant = gains.values > _CLEAR * np.nan_to_num(gains.standard_error, nan=0.0)
         saved = np.where(significant.any(), gains.values.clip(0.0), np.nan)
-        total, is_left_out = float(saved.sum()), ~chosen
+        total = float(saved.sum())
+        is_left_out = ~chosen
         left_out = float(saved[is_left_out].sum()) / total
         residuals = np.where(saved > 0, (is_left_out - left_out) * gains.standard_error, 0.0)
         rho, interval = spearman(values.ravel(), gains.values.ravel()) or (None, None)

@@ -31,7 +31,8 @@ SEPARATOR_TOKENS = 3072  # of text; each is read five times
 MAX_PACKING_COST = 1.0  # percent of NLL
 _DOCUMENT = 256  # maximum tokens of a document; a separator matters most right after it
 _CHARACTERS = 16  # read of a document per token that is used
-_SIGNIFICANT, _MIN_GAIN = 2.0, 0.002  # standard errors, share of NLL
+_SIGNIFICANT = 2.0  # standard errors
+_MIN_GAIN = 0.002  # share of NLL
 _CHUNK_TOKENS = 4096  # per forward pass
 
 

@@ -91,7 +91,8 @@ def zero_shot(
         missing = sorted(layout_of.keys() - scores.keys())
         reporter.reused(len(scores), len(layout_of), "zero-shot scores")
         work.reused += len(scores)
-        done, num_own = 0, num_own_blocks(blocks.num_blocks, batch_size)
+        done = 0
+        num_own = num_own_blocks(blocks.num_blocks, batch_size)
         with reporter.bar("zero-shot scoring", "blocks") as progress:
 
             def step(num_blocks: int) -> None:
@@ -151,10 +152,8 @@ def cache_shares(
     Raises ``UserError`` if a layout does not fit the model.
     """
     with full_attention(model) as states:
-        native, sizes = (
-            [state.native_window for state in states],
-            [state.head_dim for state in states],
-        )
+        native = [state.native_window for state in states]
+        sizes = [state.head_dim for state in states]
     return {name: layout_share(layout, context, native, sizes) for name, layout in layouts.items()}
 
 
@@ -188,8 +187,10 @@ def score_table(
         )
     ]
     for name in sorted(layouts, key=lambda name: scores[name].mean):
-        layout, change = layouts[name], paired.paired_difference(scores[name], full)
-        share, coverage = 100.0 * layout.num_global / num_heads, 100.0 * covered.get(name, np.nan)
+        layout = layouts[name]
+        change = paired.paired_difference(scores[name], full)
+        share = 100.0 * layout.num_global / num_heads
+        coverage = 100.0 * covered.get(name, np.nan)
         nll = (scores[name].mean, change.percent, change.standard_error)
         sizes = (layout.num_global, share, 100.0 * memory[name], coverage)
         rows.append((name, layout.hash, *sizes, *nll, layout.words))
@@ -220,7 +221,8 @@ def score(
 
     Raises ``UserError``: if there is no text or no layout, a layout does not fit the model, or two have the same name.
     """
-    named, reporter = by_name(layouts), Reporter.of(progress)
+    named = by_name(layouts)
+    reporter = Reporter.of(progress)
     full, *scores = zero_shot(
         model, [None, *named.values()], blocks, batch_size=batch_size, reporter=reporter
     )
@@ -270,7 +272,8 @@ def read_score(
         return None
     # Fit the score to the number of documents
     padding = (0, max(0, num_documents - len(score.total)))
-    total, num_tokens = np.pad(score.total, padding), np.pad(score.num_tokens, padding)
+    total = np.pad(score.total, padding)
+    num_tokens = np.pad(score.num_tokens, padding)
     return paired.DocumentNLL(total[:num_documents], num_tokens[:num_documents])
 
 
@@ -337,7 +340,8 @@ class _Resumable:
     """
 
     def __init__(self, model: PreTrainedModel, boundaries: Boundaries) -> None:
-        self._model, self._boundaries = model, boundaries
+        self._model = model
+        self._boundaries = boundaries
         paths = [
             name.rsplit(".", 2) for name in attention_layers(model)
         ]  # list of layers, index, attention module
@@ -398,7 +402,8 @@ class _Resumable:
 
         Hidden states at ``resume_depths`` are kept for later passes; those below ``first`` already are.
         """
-        self._first, self._resume_depths = first, resume_depths
+        self._first = first
+        self._resume_depths = resume_depths
         losses = loss.token_nll(self._model, **self._boundaries.inputs(tokens))
         self._kept = {
             depth: hidden for depth, hidden in self._kept.items() if depth in resume_depths

@@ -106,7 +106,8 @@ def restored(model: PreTrainedModel) -> Iterator[None]:
     before = Snapshot(model)
     layers = []
     for layer in attention.hooked_layers(model).values():
-        state, source = attention.layer_state(layer), attention.layer_source(layer)
+        state = attention.layer_state(layer)
+        source = attention.layer_source(layer)
         layers.append((layer, state, dict(vars(state)), attention.added_modules(layer), source))
     attn_implementation, _, use_cache = getattr(model, "_spkv_before", (None, None, None))
     section = getattr(model.config, "spkv", None)
@@ -178,7 +179,8 @@ def install_gates(
 ) -> None:
     """Attach a predictor and gate settings to one hooked layer, or fixed windows if none of its heads is gated."""
     state = attention.layer_state(layer)
-    state.gate_window, state.settings.tau = config.window, config.tau
+    state.gate_window = config.window
+    state.settings.tau = config.tau
     state.sinks = tuple(0 if letter == LOCAL else config.sinks for letter in row)
     if GATED in row:
         layer.utility_predictor = gates.UtilityPredictor(model_size, row, config).to(device)
@@ -217,7 +219,8 @@ def _hook_layers(model: PreTrainedModel) -> None:
     for call, source in zip(calls, sources, strict=True):
         if source is call:
             state = attention.LayerState(call.num_kv_heads, call.native_window, settings)
-            state.head_dim, state.expanded_dim = call.head_dim, call.expanded_dim
+            state.head_dim = call.head_dim
+            state.expanded_dim = call.expanded_dim
             attention.install(call.module, state)
         else:
             attention.layer_state(source.module).num_readers += 1
@@ -335,7 +338,8 @@ def _check_call(
 
 def _usable_cache(model: PreTrainedModel, kwargs: dict[str, Any]) -> SPKVCache | None:
     """Return the cache of a call, if there is one. Raises ``UserError`` unless the call can read and fill it."""
-    cache, uses_cache = kwargs.get("past_key_values"), kwargs.get("use_cache")
+    cache = kwargs.get("past_key_values")
+    uses_cache = kwargs.get("use_cache")
     if cache is None and not uses_cache:
         return None
     if cache is not None and uses_cache is False:
@@ -364,7 +368,8 @@ def _with_all_queries(model: PreTrainedModel, kwargs: dict[str, Any]) -> dict[st
 
     Gemma 4 passes such a number of queries to them, for which it slices a mask of another form than ours.
     """
-    num_kept, tokens = kwargs.get("logits_to_keep", 0), call_inputs.new_tokens(kwargs)
+    num_kept = kwargs.get("logits_to_keep", 0)
+    tokens = call_inputs.new_tokens(kwargs)
     is_number = (
         isinstance(num_kept, int)
         and "logits_to_keep" in inspect.signature(model.forward).parameters
@@ -436,7 +441,8 @@ def dry_run(model: PreTrainedModel) -> list[attention_calls.AttentionCall]:
             f"{type(model).__name__} cannot run with SP-KV attention: {first_line(error)}"
         ) from error
     # Compare with the layers that compute attention
-    text, calls = model.config.get_text_config(), recording.calls
+    text = model.config.get_text_config()
+    calls = recording.calls
     reached = len({id(call.module) for call in calls})
     num_sources = len({id(call.keys) for call in calls})
     if not calls or num_sources != expected or len(calls) != reached:
@@ -474,11 +480,10 @@ def check_hooks(calls: list[attention_calls.AttentionCall], what: str) -> None:
             raise UserError(
                 f"{what}: section 'spkv' of its config leaves out attention layer {index}"
             )
-        state.head_dim, state.expanded_dim = call.head_dim, call.expanded_dim
-        saved, actual = (
-            (state.num_kv_heads, state.native_window),
-            (call.num_kv_heads, call.native_window),
-        )
+        state.head_dim = call.head_dim
+        state.expanded_dim = call.expanded_dim
+        saved = (state.num_kv_heads, state.native_window)
+        actual = (call.num_kv_heads, call.native_window)
         if saved != actual:
             raise UserError(
                 f"{what}: section 'spkv' of its config gives attention layer {index} {saved[0]} KV heads and "

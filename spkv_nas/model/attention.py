@@ -55,9 +55,8 @@ class GateSettings:
     tau: float = 0.5  # threshold of the utility, in [0, 1]
     anneal: float = 0.0  # weight a of the binary gate, in [0, 1]
     p_min: float = 0.0  # minimum probability of either outcome of a sampled gate, in [0, 0.5]
-    price: Tensor | float | None = (
-        None  # weight of each layer's mean utility in the loss, float32 [] on any device
-    )
+    # Weight of each layer's mean utility in the loss, float32 [] on any device
+    price: Tensor | float | None = None
 
 
 @dataclass
@@ -80,14 +79,12 @@ class LayerState:
     observer: Observer | None = None  # called with each pass's queries, keys and values
     num_readers: int = 0  # later layers without keys of their own, which read this layer's keys and share this state
     softcap: float | None = None  # cap of the scores in the pass that ``observer`` sees
-    is_always_local: bool = (
-        False  # whether all heads keep the native window in every layout (local_layers.py)
-    )
+    # Whether all heads keep the native window in every layout (local_layers.py)
+    is_always_local: bool = False
     # channels of a head in the cache, the most of its keys and values; 0 before a dry run
     head_dim: int = 0
-    expanded_dim: int = (
-        0  # channels of a head, if all are expanded from a latent, which is one KV head; 0: none is
-    )
+    # Channels of a head, if all are expanded from a latent, which is one KV head; 0: none is
+    expanded_dim: int = 0
     _tensors: dict[Any, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -104,7 +101,8 @@ class LayerState:
 
         Heads with the window of the checkpoint get no sink tokens (``takes_sinks``). Learned sinks cease to act.
         """
-        self.windows, self.learned_sinks = windows, False
+        self.windows = windows
+        self.learned_sinks = False
         self.sinks = tuple(
             sinks if local_layers.takes_sinks(self, window) else 0 for window in windows
         )
@@ -295,7 +293,8 @@ def _pre_hook(
     layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
     """Add the layer's state, its part of the cache, and its gate to the keyword arguments of an attention layer."""
-    state, source = layer_state(layer), layer_source(layer)
+    state = layer_state(layer)
+    source = layer_source(layer)
     settings = state.settings
     extra: dict[str, Any] = {
         "spkv_state": state,
@@ -317,7 +316,8 @@ def _pre_hook(
     # Compute the gate; in open mode it only closes local heads
     if predictor is not None and (settings.mode != "open" or gate_config.LOCAL in predictor.row):
         hidden_states = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-        mask, starts = kwargs.get("attention_mask"), None
+        mask = kwargs.get("attention_mask")
+        starts = None
         # With a cache, token 0 need not be the first of the text
         if cache is None:
             extra["spkv_starts"] = starts = attention_calls.document_starts(

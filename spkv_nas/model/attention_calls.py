@@ -51,9 +51,8 @@ class AttentionCall:
     keys: Tensor  # the keys that it passed, [B, Hkv, T, D]
     head_dim: int  # channels of a head in the cache, the most of its keys and values
     native_window: int | None  # sliding window it asked for; None: full attention
-    expanded_dim: int = (
-        0  # channels of a head, if keys and values were expanded from a latent that all heads share
-    )
+    # Channels of a head, if keys and values were expanded from a latent that all heads share
+    expanded_dim: int = 0
 
     @property
     def num_kv_heads(self) -> int:
@@ -81,9 +80,8 @@ class Recording:
 class Call:
     """Hold what compiled code must know of the call of a hooked model (``attach``)."""
 
-    has_positions: bool = (
-        False  # whether the caller gave position_ids, which may tell packed documents
-    )
+    # Whether the caller gave position_ids, which may tell packed documents
+    has_positions: bool = False
 
 
 CALL = Call()
@@ -107,10 +105,8 @@ def watch_calls() -> Iterator[Recording]:
 def record_call(module: nn.Module, keys: Tensor, values: Tensor, native_window: int | None) -> None:
     """Record a call of the attention function if calls are being recorded."""
     if not torch.compiler.is_compiling() and (recording := _RECORDING.get()) is not None:
-        head_dim, latent_dim = (
-            max(keys.shape[-1], values.shape[-1]),
-            getattr(module, "kv_lora_rank", None),
-        )
+        head_dim = max(keys.shape[-1], values.shape[-1])
+        latent_dim = getattr(module, "kv_lora_rank", None)
         # Multi-head latent attention stores a latent and a rotary key, half of them as keys and half as values
         sizes = (
             (head_dim, 0)
@@ -266,10 +262,8 @@ def _check_mask(
     The document of new tokens that starts at the first one, 0 in ``starts`` [B, T], includes ``num_cached`` tokens.
     """
     batch, length = starts.shape
-    key, rows = (
-        torch.arange(num_keys, device=starts.device),
-        torch.arange(batch, device=starts.device)[:, None, None],
-    )
+    key = torch.arange(num_keys, device=starts.device)
+    rows = torch.arange(batch, device=starts.device)[:, None, None]
     for query in torch.split(torch.arange(length, device=starts.device)[:, None], _MASK_ROWS):
         first = starts[:, query.flatten(), None]
         query = query + num_cached
@@ -310,8 +304,10 @@ def document_starts(mask: Tensor | None, kwargs: dict[str, Any], tokens: Tensor)
         None if each row is one document.
     """
     _refuse_mask(mask)
-    batch, length = tokens.shape[0], tokens.shape[-2]
-    ends, index = kwargs.get("cu_seq_lens_q"), kwargs.get("seq_idx")
+    batch = tokens.shape[0]
+    length = tokens.shape[-2]
+    ends = kwargs.get("cu_seq_lens_q")
+    index = kwargs.get("seq_idx")
     if mask is not None and mask.dtype != torch.bool:
         return mask
     if mask is None and ends is not None:

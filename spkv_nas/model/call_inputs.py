@@ -157,7 +157,8 @@ def _check_positions(
     # Refuse what has two meanings
     if is_token is None and bool((step > 1).any()):
         row, column = (step > 1).nonzero()[0].tolist()
-        before, after = positions[row, column - 1].item(), positions[row, column].item()
+        before = positions[row, column - 1].item()
+        after = positions[row, column].item()
         raise UserError(
             f"position_ids go from {before} to {after} in row {row}, which transformers takes for a new document "
             "without a cache, but not with one\ngive an attention_mask of ones for one document, or positions that "

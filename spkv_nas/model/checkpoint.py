@@ -59,9 +59,8 @@ _TOKENIZER_FILES = (  # every kind of tokenizer has at least one of them
 _FileStates = frozenset[tuple[str, int, int, int]]  # name, bytes, time of the last write, inode
 # Folders that living models were loaded from, and the states of their files then
 _loaded_from: WeakKeyDictionary[PreTrainedModel, tuple[Path, _FileStates]] = WeakKeyDictionary()
-SHARD_BYTES = (
-    5_000_000_000  # maximum size of a weight file, as on the hub; bounds the copy from a GPU
-)
+# Maximum size of a weight file, as on the hub; bounds the copy from a GPU
+SHARD_BYTES = 5_000_000_000
 
 
 def save(
@@ -134,7 +133,8 @@ def save_as_files(
     if not is_named and stored_names(files) <= model.state_dict().keys():
         with saving(folder, model):
             method, hashes = carry(files, folder, link=link)
-            model.config.architectures, model.config.dtype = [type(model).__name__], model.dtype
+            model.config.architectures = [type(model).__name__]
+            model.config.dtype = model.dtype
             model.config.save_pretrained(folder)
         return WrittenWeights(f"its weights were {method} as they are, file by file", hashes)
     # Write new files otherwise
@@ -254,7 +254,8 @@ def load(
     match the config, an unsupported class, too little memory, or an argument that does not suit the checkpoint.
     """
     # Read the config
-    source, what = at_revision(str(resolve(path_or_id)), revision), f"model {path_or_id}"
+    source = at_revision(str(resolve(path_or_id)), revision)
+    what = f"model {path_or_id}"
     config = read_config(source, what)
     if attn_implementation not in (None, "spkv") and hasattr(config, "spkv"):
         raise errors.UserError(
@@ -343,10 +344,8 @@ def load_on(
     )
     # Convert weights whose dtype only the files have, but not predictors, learned sinks and buffers (RoPE frequencies)
     if stored is None and not getattr(model, "is_quantized", False):
-        chosen, added = (
-            choose_dtype(device, model.dtype, dtype),
-            learned_sinks.added_parameters(model),
-        )
+        chosen = choose_dtype(device, model.dtype, dtype)
+        added = learned_sinks.added_parameters(model)
         for parameter in model.parameters():
             if parameter not in added and parameter.is_floating_point():
                 parameter.data = parameter.data.to(chosen)
@@ -444,7 +443,8 @@ def _model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
 
 def read_size(path_or_id: str | Path) -> shape.ModelSize:
     """Compute the size of a decoder from the config of a folder, an id, or a config file. Raises ``UserError``."""
-    source, what = str(resolve(path_or_id)), f"model {path_or_id}"
+    source = str(resolve(path_or_id))
+    what = f"model {path_or_id}"
     config = read_config(source, what)
     with _as_user_error(what):
         limits.check_counts(config.to_dict(), what)

@@ -22,9 +22,8 @@ class SavedLayer(schema.Section):
 
     num_kv_heads: int = Field(ge=1, le=1 << 16)
     native_window: _Window | None
-    reads: str | None = (
-        None  # layer whose keys it reads, in place of its own; a layout has no row for it
-    )
+    # Layer whose keys it reads, in place of its own; a layout has no row for it
+    reads: str | None = None
 
 
 class _SavedLayout(schema.Section):
@@ -73,7 +72,8 @@ def write_section(model: PreTrainedModel, content: GateConfig | Layout) -> None:
     layers: dict[str, dict[str, Any]] = {}
     names = {layer: name for name, layer in attention.attention_layers(model).items()}
     for name, layer in attention.hooked_layers(model).items():
-        state, source = attention.layer_state(layer), names[attention.layer_source(layer)]
+        state = attention.layer_state(layer)
+        source = names[attention.layer_source(layer)]
         layers[name] = {"num_kv_heads": state.num_kv_heads, "native_window": state.native_window}
         layers[name] |= {"reads": source} if source != name else {}
     # Describe the gates or the layout

@@ -20,7 +20,8 @@ from spkv_nas.base import errors, limits
 
 CUSTOM_MODEL_TYPE = "spkv"
 _PREFIX = "SPKV"  # of class names
-_LAYERS, _TEXT = "num_hidden_layers", "text_config"
+_LAYERS = "num_hidden_layers"
+_TEXT = "text_config"
 # Keys in its place: of LongCat, whose layers have two of attention each, and of Nemotron-H, which lists their kinds
 _OTHER_KEYS = ("num_layers", "layers_block_type")
 _DAMAGED = "the config is damaged: copy it again"
@@ -191,7 +192,8 @@ def _stock_form(content: dict[str, Any]) -> tuple[dict[str, Any], type[PreTraine
     section = (
         dict(content[CUSTOM_MODEL_TYPE]) if isinstance(content.get(CUSTOM_MODEL_TYPE), dict) else {}
     )
-    kind, num_layers = section.pop("stock_type", CUSTOM_MODEL_TYPE), section.pop(_LAYERS, None)
+    kind = section.pop("stock_type", CUSTOM_MODEL_TYPE)
+    num_layers = section.pop(_LAYERS, None)
     if kind == CUSTOM_MODEL_TYPE or kind not in CONFIG_MAPPING or num_layers is None:
         raise errors.UserError(
             f"section 'spkv' of the model's config lacks the original model type and number of layers\n{_DAMAGED}"

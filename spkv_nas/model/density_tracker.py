@@ -31,7 +31,8 @@ class DensityTracker:
 
     def __init__(self, model: torch.nn.Module, *, only_learning: bool = False) -> None:
         """Create a tracker for ``model``, which counts after ``start``; ``only_learning``: passes with gradients."""
-        self._model, self._only_learning = model, only_learning
+        self._model = model
+        self._only_learning = only_learning
         self._watch = ExitStack()
         self._started = False
         self._tau = 0.0
@@ -49,7 +50,8 @@ class DensityTracker:
     def start(self) -> None:
         """Start counting, at the current threshold of the gates."""
         self.close()
-        self._started, self._counts = True, None
+        self._started = True
+        self._counts = None
         self._tau = modes.gate_settings(self._model).tau
         self._watch = attention.watch_logits(self._model, self._count)
 
@@ -141,11 +143,11 @@ def layout_density(model: torch.nn.Module) -> float:
     return sum(is_global) / len(is_global) if is_global else float("nan")
 
 
-PROPORTIONAL, INTEGRAL = 6.0, 0.15  # gains per unit of density; the latter also per step
+PROPORTIONAL = 6.0  # gain per unit of density
+INTEGRAL = 0.15  # gain per unit of density and step
 _MIN_RATE = 0.1  # share of the largest learning rate below which the gains stop growing
-_MAX_PROPORTIONAL = (
-    1.0  # limit of the proportional term: gates that start alike respond late and all at once
-)
+# Limit of the proportional term: gates that start alike respond late and all at once
+_MAX_PROPORTIONAL = 1.0
 _MAX_EXPONENT = 4.0  # limit of the exponent: a price of e^4 times the first
 _MIN_SHARE = 0.1  # minimum first price, as a share of the mean absolute benefit
 
@@ -196,7 +198,9 @@ class Price:
 
     def restore(self, state: dict[str, float]) -> None:
         """Restore the state that ``state`` returned."""
-        self.value, self.first, self._sum = state["value"], state["first"], state["sum"]
+        self.value = state["value"]
+        self.first = state["first"]
+        self._sum = state["sum"]
         self._largest_rate = state["largest_rate"]
 
 
@@ -210,7 +214,8 @@ class KeyBenefitEstimator:
     def __init__(self, model: torch.nn.Module) -> None:
         """Start recording the gradients of the utility logits of ``model``."""
         heads = [len(predictor.row) for predictor in gates.predictors(model).values()]
-        self._grid, self._num_gates = (len(heads), max(heads)), sum(heads)
+        self._grid = (len(heads), max(heads))
+        self._num_gates = sum(heads)
         self._watch = attention.watch_logits(model, self._see)
         self._benefits: dict[int, torch.Tensor] = {}  # layer -> [Hkv], on the device
 
@@ -227,7 +232,8 @@ class KeyBenefitEstimator:
         has_gate = (slope > 0.0) & is_text[
             :, None
         ]  # not in global and local heads, and not for sink tokens
-        num_keys, num_gated = is_text.sum(), has_gate.sum((0, 2))
+        num_keys = is_text.sum()
+        num_gated = has_gate.sum((0, 2))
         sums = -(gradient / slope).where(has_gate, 0.0).sum((0, 2))
         scale = torch.where(
             num_keys > 0, num_keys / num_gated, 0.0

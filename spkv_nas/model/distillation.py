@@ -112,7 +112,8 @@ class _DistilledPass(DecoderPass):
     def _decode(self, *args: Any, **kwargs: Any) -> Any:
         """Record the teacher's last hidden states, and run the student's decoder."""
         self._replaced.close()
-        teacher, decode = self._distillation.teacher.model, self._teacher_decoder.forward
+        teacher = self._distillation.teacher.model
+        decode = self._teacher_decoder.forward
         with torch.no_grad(), self._distillation.teacher.dense_state():
             if teacher is self._model:  # whose pass this is
                 self.taught = decode(*args, **kwargs)
@@ -133,7 +134,8 @@ class _DistilledPass(DecoderPass):
         self, logits: Tensor, targets: Tensor, taught: Tensor | None, forward: Callable[..., Any]
     ) -> tuple[Tensor, Tensor | None]:
         """Compute a chunk's losses, float32 [n], and the gradient for its logits [n, V]; add the parts to the sums."""
-        distillation, teacher = self._distillation, self._distillation.teacher
+        distillation = self._distillation
+        teacher = self._distillation.teacher
         assert taught is not None  # the teacher's last hidden states [n, C], of a pass of its own
         # Compute the teacher's logits, which need no gradient
         with torch.no_grad(), teacher.dense_head():
@@ -142,7 +144,8 @@ class _DistilledPass(DecoderPass):
                 0
             ]
         # Compute the parts of the losses, add them up, and mix them
-        weight, temperature = distillation.weight, distillation.temperature
+        weight = distillation.weight
+        temperature = distillation.temperature
         nll, divergence, gradient = loss.token_losses(
             logits, reference, targets, weight, temperature
         )

@@ -200,7 +200,8 @@ class _Priced(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         """Add price * u (1 - u) / n, the derivative of ``price * mean(u)`` over n logits."""
         logits, is_text = ctx.saved_tensors
-        u, number = torch.sigmoid(logits), logits.shape[1] * is_text.sum().clamp_min(1)
+        u = torch.sigmoid(logits)
+        number = logits.shape[1] * is_text.sum().clamp_min(1)
         return grad + ctx.price / number * u * (1.0 - u) * is_text[:, None], None, None
 
 

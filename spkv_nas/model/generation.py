@@ -102,7 +102,8 @@ def generate(
         options |= {"past_key_values": fitting_cache(model), "return_dict_in_generate": True}
         result = model.generate(input_ids=inputs, **options)
     # Collect text, times and cache sizes; some models replace the cache on the way
-    new_ids, cache = result.sequences[0, num_prompt_tokens:], result.past_key_values
+    new_ids = result.sequences[0, num_prompt_tokens:]
+    cache = result.past_key_values
     cache_bytes, full_attention_bytes = _bytes(cache)
     return Generation(
         text=tokenizer.decode(new_ids, skip_special_tokens=True),
@@ -207,7 +208,8 @@ def continue_greedily(
         [*opening, *special_tokens.encode_text(prompt, tokenizer)["input_ids"]]
         for prompt in prompts
     ]
-    longest, positions = max(map(len, ids)), model_shape.num_positions(model)
+    longest = max(map(len, ids))
+    positions = model_shape.num_positions(model)
     # Where the longest prompt and the longest answer exceed the table of positions together, answer one by one
     if positions is not None and len(ids) > 1 and longest + max(max_new_tokens) - 1 > positions:
         rows = zip(prompts, max_new_tokens, strict=True)

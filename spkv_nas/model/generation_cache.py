@@ -228,9 +228,11 @@ def _empty_layers(model: PreTrainedModel, page_size: int, max_pages: int | None)
         )
     layer_places.check_numbers(model, list(attending), indices)
     for index, state in zip(indices, states, strict=True):
-        kind, options = SPKVLatentCacheLayer if state.expanded_dim else SPKVCacheLayer, {}
+        kind = SPKVLatentCacheLayer if state.expanded_dim else SPKVCacheLayer
+        options = {}
         if isinstance(other := layers[index], LinearAttentionCacheLayerMixin):
-            kind, options = SPKVHybridCacheLayer, {"number_of_states": other.number_of_states}
+            kind = SPKVHybridCacheLayer
+            options = {"number_of_states": other.number_of_states}
         layers[index] = kind(state, shared, page_size, max_pages, masks, **options)
     return layers
 

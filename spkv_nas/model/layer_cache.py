@@ -52,10 +52,10 @@ class SPKVCacheLayer(CacheLayerMixin):
         """Create an empty layer; ``window`` is its ring size if it has no local heads to determine one."""
         super().__init__(**kwargs)
         self._masks = masks  # shared by all layers, so that a mask is compared once: earlier, current, new tokens'
-        self.mask: Tensor | None = (
-            None  # bool [B, tokens], false for padding among the tokens seen; None: no padding
-        )
-        self.page_size, self._max_pages = page_size, max_pages
+        # Bool [B, tokens], false for padding among the tokens seen; None: no padding
+        self.mask: Tensor | None = None
+        self.page_size = page_size
+        self._max_pages = max_pages
         # Ring size of each KV head, and the heads of each ring size
         smallest = local_window(state) or window
         rings = [w if w < GLOBAL_WINDOW else smallest for w in state.head_windows(gated=True)]
@@ -68,9 +68,8 @@ class SPKVCacheLayer(CacheLayerMixin):
         keep = [w > ring for w, ring in zip(state.head_windows(gated=False), rings, strict=True)]
         self._keep = torch.tensor(keep)[:, None]
         self._sinks = torch.tensor(state.sinks)[:, None] if any(state.sinks) else None
-        self._is_expected = (
-            False  # a hooked attention layer is about to pass keys and values to ``update``
-        )
+        # A hooked attention layer is about to pass keys and values to ``update``
+        self._is_expected = False
         self._is_pending = False  # keys and values were passed to ``update`` and not to ``attend``
         self._num_readers = state.num_readers  # later layers that attend to the same keys
         self._new: _New | None = None  # until the last reader has attended to them
@@ -123,7 +122,8 @@ class SPKVCacheLayer(CacheLayerMixin):
             raise UserError(_NOT_HOOKED)
         if self._is_pending:
             raise UserError(_NOT_PASSED_ON)
-        self._is_expected, self._is_pending = False, True
+        self._is_expected = False
+        self._is_pending = True
         return key_states, value_states
 
     @torch.no_grad()
@@ -162,7 +162,8 @@ class SPKVCacheLayer(CacheLayerMixin):
         if is_reader:
             self._num_unread -= 1
         else:
-            self._new, self._num_unread = self._prepare(k, v, keep, mask), self._num_readers
+            self._new = self._prepare(k, v, keep, mask)
+            self._num_unread = self._num_readers
         if self._new is None or self._num_unread < 0:
             raise UserError(_NOT_PASSED_ON)
         k, v, keep, order, lengths = self._new
@@ -305,9 +306,14 @@ class SPKVCacheLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Reset the cache to its empty state."""
-        self.paged, self.mask, self.tokens, self.is_initialized = [], None, 0, False
-        self._is_expected, self._is_pending = False, False
-        self._new, self._num_unread = None, 0
+        self.paged = []
+        self.mask = None
+        self.tokens = 0
+        self.is_initialized = False
+        self._is_expected = False
+        self._is_pending = False
+        self._new = None
+        self._num_unread = 0
 
     def crop(self, tokens_to_remove: int) -> None:
         """Raise ``UserError`` unless no token is to be removed: pruned ones cannot be restored to the window."""
@@ -395,7 +401,9 @@ class SPKVLatentCacheLayer(SPKVCacheLayer):
 
     def _visible(self, keep: Tensor, num_stored: int) -> Tensor:
         """Return which of S stored and T new keys each new token sees, bool [B, 1, T, S + T], by ``keep`` [B, 1, T]."""
-        paged, length, device = self.paged[0], keep.shape[2], keep.device
+        paged = self.paged[0]
+        length = keep.shape[2]
+        device = keep.device
         token = torch.arange(length, device=device)[:, None]
         # Entries of pages
         entries = torch.arange(num_stored - paged.window, device=device)

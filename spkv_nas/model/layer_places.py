@@ -11,8 +11,13 @@ from transformers import PreTrainedModel
 
 from spkv_nas.base.errors import UserError
 
-_RENUMBER = "number the layers by their places: for i, layer in enumerate(model.model.layers): layer.self_attn.layer_idx = i"
-_FULL, _SLIDING = "full_attention", "sliding_attention"  # kinds in a config's layer_types
+_RENUMBER = (
+    "number the layers by their places: "
+    "for i, layer in enumerate(model.model.layers): layer.self_attn.layer_idx = i"
+)
+# Kinds in a config's layer_types
+_FULL = "full_attention"
+_SLIDING = "sliding_attention"
 
 
 def check_order(model: PreTrainedModel, layers: Sequence[nn.Module]) -> None:

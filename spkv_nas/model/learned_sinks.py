@@ -26,7 +26,8 @@ class LearnedSinks(torch.nn.Module):
     ) -> None:
         """Create logits of 0 for the KV heads that are local, each with a ``group`` of query heads."""
         super().__init__()
-        self.is_local, self.group = tuple(is_local), group
+        self.is_local = tuple(is_local)
+        self.group = group
         self.logits = torch.nn.Parameter(
             torch.zeros(sum(is_local) * group, dtype=torch.float32, device=device)
         )

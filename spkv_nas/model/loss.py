@@ -163,9 +163,12 @@ def token_losses(
     # NLL, and its slope for the target's logit, as a gather from the gradient would keep that in float32
     log_p = logits.to(dtype).log_softmax(-1)
     target_log_p = log_p.gather(1, ids)
-    nll, slope = (-target_log_p[:, 0]).where(is_target, 0.0), (1.0 - weight) * target_log_p.expm1()
+    nll = (-target_log_p[:, 0]).where(is_target, 0.0)
+    slope = (1.0 - weight) * target_log_p.expm1()
     # Divergence, and its slope
-    divergence, log_p_t, q = torch.zeros_like(nll), log_p, log_p
+    divergence = torch.zeros_like(nll)
+    log_p_t = log_p
+    q = log_p
     if reference is not None:
         if temperature != 1.0:
             log_p_t, reference = (
@@ -340,7 +343,8 @@ class DecoderPass:
         ]
         sums: dict[int, Tensor] = {}  # gradients of the parameters that the logits depend on
         hidden = self._output.last_hidden_state
-        hidden_gradients, total = [], torch.zeros((), device=hidden.device)
+        hidden_gradients = []
+        total = torch.zeros((), device=hidden.device)
         # Accumulate losses and gradients over chunks
         for states, ids, taught in self._chunks(targets):
             chunk = states.detach().requires_grad_()

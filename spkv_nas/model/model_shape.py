@@ -33,9 +33,8 @@ def config_shape(config: PreTrainedConfig) -> shape.HeadShape:
     try:
         with torch.device("meta"), warnings.catch_warnings(action="ignore"):
             copied = copy.deepcopy(config)
-            copied._experts_implementation = (
-                "batched_mm"  # the one whose shapes depend on no values
-            )
+            # The one whose shapes depend on no values
+            copied._experts_implementation = "batched_mm"
             model = AutoModelForCausalLM.from_config(copied)
             attach.detach(model)  # of gates or a layout
             attach.hook_layers(model)
@@ -57,10 +56,8 @@ def _equal_layers(config: PreTrainedConfig, text: PreTrainedConfig) -> shape.Hea
 
 def _layer_shape(text: PreTrainedConfig, states: Sequence[attention.LayerState]) -> shape.HeadShape:
     """Return the heads of a decoder with hooked layers."""
-    heads, sizes = (
-        tuple(state.num_kv_heads for state in states),
-        tuple(state.head_dim for state in states),
-    )
+    heads = tuple(state.num_kv_heads for state in states)
+    sizes = tuple(state.head_dim for state in states)
     return shape.HeadShape(
         num_layers=len(states),
         num_heads=text.num_attention_heads,
@@ -168,10 +165,8 @@ def check_length(model: PreTrainedModel, length: int, remedy: str, *, warns: boo
     ``UserError``: the model's table of positions is shorter, or the sequences are over 16 times longer than its
     context: attention may take hours then, and what it measures is not the model.
     """
-    positions, rows = (
-        getattr(model.config.get_text_config(), "max_position_embeddings", None),
-        num_positions(model),
-    )
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    rows = num_positions(model)
     if rows is not None and length > rows:
         raise UserError(
             f"sequences of {length} tokens are longer than the model's table of {rows} positions\n{remedy}"

@@ -77,7 +77,8 @@ def _put_section(model: PreTrainedModel) -> None:
     Learned sinks are 0 until weights are loaded.
     """
     config = model.config
-    gates, layout = config_section.saved_gates(config), config_section.saved_layout(config)
+    gates = config_section.saved_gates(config)
+    layout = config_section.saved_layout(config)
     saved = config_section.saved_layers(config) or {}
     # Find the layers in the model's order; config.json sorts its keys, layer 10 before layer 2
     names = [name for name, _ in model.named_modules() if name in saved]
@@ -88,7 +89,8 @@ def _put_section(model: PreTrainedModel) -> None:
     # Hook the layers
     settings = attention.GateSettings()
     for name in names:
-        layer, source_name = model.get_submodule(name), saved[name].reads
+        layer = model.get_submodule(name)
+        source_name = saved[name].reads
         if source_name is None:
             state = attention.LayerState(
                 saved[name].num_kv_heads, saved[name].native_window, settings

@@ -24,8 +24,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 INDEX_ENDING = ".index.json"
-FILE, INDEX = "model.safetensors", f"model.safetensors{INDEX_ENDING}"
-ADAPTER, _GENERATION = "adapter_config.json", "generation_config.json"
+FILE = "model.safetensors"
+INDEX = f"model.safetensors{INDEX_ENDING}"
+ADAPTER = "adapter_config.json"
+_GENERATION = "generation_config.json"
 _PICKLED = (
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
@@ -149,7 +151,8 @@ def index_names(index: Path) -> list[str]:
     """Return the sorted files of a shard index. Raises ``UserError`` if it is damaged or names anything else."""
     source = f"index of weights {index}"
     content = read_json(index, "index of weights")
-    shards, metadata = content.get("weight_map"), content.get("metadata")
+    shards = content.get("weight_map")
+    metadata = content.get("metadata")
     if (
         not isinstance(shards, dict)
         or not shards
@@ -184,7 +187,8 @@ def _carry_over(source: str, folder: Path, names: re.Pattern[str]) -> list[Path]
     Warns:
         UserWarning: a file is a link out of the folder and the hub's cache; an untrusted folder may have one.
     """
-    original, copies = Path(source).resolve(), []
+    original = Path(source).resolve()
+    copies = []
     if not source or not original.is_dir() or original == folder.resolve():
         return []
     for file in sorted((*original.glob("*"), *original.glob("additional_chat_templates/*"))):
@@ -272,7 +276,8 @@ def save_tokenizer(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
     """
     with saving(folder):
         # Carry the files over, unless they name code, which stays behind
-        copies, changed = _carry_over(tokenizer.name_or_path, folder, _TOKENIZER), ["files"]
+        copies = _carry_over(tokenizer.name_or_path, folder, _TOKENIZER)
+        changed = ["files"]
         if copies:
             with suppress(Exception):  # the copies may be incomplete
                 _, changed = _changes(tokenizer, folder)
@@ -357,7 +362,8 @@ def carry(
     """
     files = [*weights, *([] if weights[0].name == FILE else [weights[0].with_name(INDEX)])]
     for file in files:
-        original, target = file.resolve(), folder / file.name
+        original = file.resolve()
+        target = folder / file.name
         if not link:
             shutil.copyfile(original, target)
             continue

@@ -51,7 +51,8 @@ def apply_layout(
     before = config_section.checkpoint_layout(model)
     keeps_learned = before is not None and before.content_hash == layout.content_hash
     for layer, row in zip(attention.attention_layers(model).values(), windows, strict=True):
-        state, learned = attention.layer_state(layer), layer_learned_sinks(layer)
+        state = attention.layer_state(layer)
+        learned = layer_learned_sinks(layer)
         state.set_windows(row, layout.sinks)
         state.learned_sinks = keeps_learned and learned is not None
         if learned is not None and not keeps_learned:
@@ -108,7 +109,8 @@ def layout_applied(
 
     Arguments and errors are those of ``apply_layout``; yields the model, without its wrapper.
     """
-    current, applied = config_section.checkpoint_layout(model), _with_reach(layout, window, sinks)
+    current = config_section.checkpoint_layout(model)
+    applied = _with_reach(layout, window, sinks)
     with attach.restored(model):
         if (
             current is None or current.content_hash != applied.content_hash
@@ -166,12 +168,10 @@ def full_attention(model: PreTrainedModel) -> Iterator[list[attention.LayerState
             yield states
         finally:
             for state, (windows, sinks, learned_sinks) in zip(states, before, strict=True):
-                state.windows, state.sinks, state.learned_sinks, state.observer = (
-                    windows,
-                    sinks,
-                    learned_sinks,
-                    None,
-                )
+                state.windows = windows
+                state.sinks = sinks
+                state.learned_sinks = learned_sinks
+                state.observer = None
             if not was_hooked:
                 attach.detach(model)
 

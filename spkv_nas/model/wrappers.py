@@ -46,7 +46,8 @@ def unwrapped(model: Any, *, adds_gates: bool = False) -> PreTrainedModel:
 
 def _check_class(model: PreTrainedModel) -> None:
     """Raise ``UserError`` unless a model generates text from its own tokens, and is loaded as what it is."""
-    kind, name = native_class(model.config), type(model).__name__
+    kind = native_class(model.config)
+    name = type(model).__name__
     known = AutoModelForCausalLM._model_mapping.get(kind, None)
     is_foreign = not type(model).__module__.startswith(
         "transformers."

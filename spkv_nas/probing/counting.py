@@ -28,9 +28,8 @@ from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.model import gates
 
 NUM_POSITION_BUCKETS = 16
-_FIRST_BUCKET = (
-    128  # maximum tokens in the first position bucket; in longer blocks, widths grow geometrically
-)
+# Maximum tokens in the first position bucket; in longer blocks, widths grow geometrically
+_FIRST_BUCKET = 128
 BIN_LIMIT, BIN_WIDTH = (
     12.0,
     0.05,
@@ -127,7 +126,8 @@ class GateCounter:
         self, blocks: TokenBlocks, heads_per_layer: Sequence[int], tau: float, device: torch.device
     ) -> None:
         """Allocate zero counts on ``device`` for ``blocks`` and a model with these KV heads by layer."""
-        self._blocks, self._tau = blocks, tau
+        self._blocks = blocks
+        self._tau = tau
         self.is_head = head_cells(heads_per_layer)  # bool [L, Hkv]
         self._layers, self._heads = grid = self.is_head.shape
         # Index domains and groups of documents, int64 [documents], and position buckets, int64 [T]
@@ -159,7 +159,8 @@ class GateCounter:
     def _prepare(self, start: int, stop: int) -> None:
         """Compute the documents, positions and histogram offsets of the n tokens of text in blocks ``start:stop``."""
         # Documents in these blocks, and their tokens, without filling
-        tokens, device = self._blocks.marked(slice(start, stop)), self.counts.kept.device
+        tokens = self._blocks.marked(slice(start, stop))
+        device = self.counts.kept.device
         text = np.flatnonzero(~self._blocks.boundaries.is_filling(tokens))
         documents = self._blocks.document[start:stop].ravel()[text]  # [n]
         self._numbers, index = np.unique(documents, return_inverse=True)
@@ -250,7 +251,8 @@ class GateCounter:
 
     def _close(self, document: int, part: _Part) -> None:
         """Add a complete document to the moments."""
-        tokens, domain = part.tokens, int(self.domain_of[document])
+        tokens = part.tokens
+        domain = int(self.domain_of[document])
         kept = part.kept.to(self.counts.kept.device)
         self.counts.kept[domain] += kept
         self.counts.kept_squared[domain] += kept**2

@@ -159,7 +159,8 @@ def _positions(counter: GateCounter) -> pd.DataFrame:
     """Build the table of density by position in the block, or in separate documents."""
     width = np.bincount(counter.bucket_of.cpu().numpy())
     start = np.concatenate([[0], np.cumsum(width)[:-1]])
-    num_tokens, kept = counter.counts.position_tokens, counter.counts.position.cpu().numpy()
+    num_tokens = counter.counts.position_tokens
+    kept = counter.counts.position.cpu().numpy()
     # List heads and buckets that have tokens as rows
     layer, head, bucket = np.nonzero(counter.is_head[..., None] & (num_tokens > 0))
     return pd.DataFrame(

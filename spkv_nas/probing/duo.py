@@ -65,9 +65,8 @@ class AlphaMixture(Mixture):
             requires_grad=True,
         )
         super().__init__(state, self.share, [window], sinks)
-        self.records = (
-            False  # True during the forward pass of the unchanged model, whose outputs are stored
-        )
+        # True during the forward pass of the unchanged model, whose outputs are stored
+        self.records = False
         # outputs of the layer, then of those that read its keys
         self._recorded: deque[Tensor] = deque(maxlen=1 + state.num_readers)
 
@@ -122,7 +121,8 @@ def duo(
         alphas = [mixture.share for mixture in mixtures]
         optimizer = torch.optim.AdamW(alphas, lr=learning_rate, weight_decay=0.0)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: ramp(step, steps))
-        micro_batch, loss = memory.AdaptiveBatchSize(batch_size), 0.0
+        micro_batch = memory.AdaptiveBatchSize(batch_size)
+        loss = 0.0
         for step, block_indices in enumerate(
             shuffled_batches(blocks.num_blocks, batch_size, steps, seed), 1
         ):
@@ -204,7 +204,8 @@ def sums_of_squares(
     Both sum over the same tokens of blocks [B, T], without filling, so the distillation loss is their ratio. The error
     is differentiable in the alphas of the ``mixtures``, one per layer, which are attached to the model.
     """
-    decoder, inputs = model.get_decoder(), boundaries.inputs(tokens)
+    decoder = model.get_decoder()
+    inputs = boundaries.inputs(tokens)
     for mixture in mixtures:
         mixture.records = True
     with torch.no_grad():

@@ -90,7 +90,8 @@ def passes(
 
     The arguments are those of ``frozen_within_memory``; ``gates`` and ``attentions`` as in ``PassMemory``.
     """
-    item, device = int(model.dtype.itemsize), str(input_device(model))
+    item = int(model.dtype.itemsize)
+    device = str(input_device(model))
     options: Any = {"on_cpu": device == "cpu", "chunk": chunk_bytes(device)}
     memory = PassMemory(model_shape.model_size(model), item, gates, attentions, **options)
     return fitting_pass(memory, length, step_blocks, FROZEN_ROOM * weights.memory_for_passes(model))
@@ -151,7 +152,8 @@ def learned_table(
 
     ``tokens_seen`` are those of all steps; other arguments and errors are those of ``signal_table``.
     """
-    means, num_tokens = HeadMeans(values, "all", tokens_seen, 0), blocks.tokens.size
+    means = HeadMeans(values, "all", tokens_seen, 0)
+    num_tokens = blocks.tokens.size
     num_passes = defaults.FROZEN_STEP_PASSES * tokens_seen / num_tokens
     facts: Any = {"name": name, "metadata": metadata, "heads_per_layer": heads_per_layer}
     return signal_table(

@@ -144,7 +144,8 @@ def _measure(
     with full_attention(model) as states:
         # Windows [L][Hkv] of the all-global and the all-local model
         native = tuple(state.head_windows(gated=False) for state in states)
-        num_layers, num_heads = len(native), max(map(len, native))
+        num_layers = len(native)
+        num_heads = max(map(len, native))
         detailed = num_layers if max_heads is None else min(max_heads // num_heads, num_layers)
         if detailed == 0:
             raise UserError(

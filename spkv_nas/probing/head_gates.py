@@ -42,7 +42,8 @@ from spkv_nas.probing.sinks import choose_sinks
 from spkv_nas.proposal.budget import parse_budget
 
 _RATE = 0.05  # peak step size of a gate whose gradient equals the root mean square over heads
-_MOMENTUM, _SCALE_MOMENTUM = 0.9, 0.99
+_MOMENTUM = 0.9
+_SCALE_MOMENTUM = 0.99
 
 
 def head_gates(
@@ -88,7 +89,8 @@ def head_gates(
         ) as micro_batch,
     ):
         # One projected gradient step per batch
-        learning, divergence = _Learning(states, budget, steps), math.nan
+        learning = _Learning(states, budget, steps)
+        divergence = math.nan
         for step, block_indices in enumerate(
             shuffled_batches(blocks.num_blocks, size, steps, seed), 1
         ):
@@ -214,7 +216,8 @@ def project(values: torch.Tensor, budget: float) -> torch.Tensor:
     The projection subtracts a constant from all values and clamps them; bisection finds the constant, because the sum
     falls as it grows.
     """
-    low, high = float(values.min()) - 1.0, float(values.max())  # all clamped to 1, all clamped to 0
+    low = float(values.min()) - 1.0  # all clamped to 1
+    high = float(values.max())  # all clamped to 0
     for _ in range(60):
         shift = (low + high) / 2.0
         if float((values - shift).clamp(0.0, 1.0).sum()) > budget:

@@ -71,7 +71,8 @@ def attention_weights(
     for first in range(start, length, step):
         # Scores of one chunk of queries against all earlier keys: [B, Hkv, G, c, n]
         stop = min(first + step, length)
-        query, key = torch.arange(first, stop, device=q.device), torch.arange(stop, device=q.device)
+        query = torch.arange(first, stop, device=q.device)
+        key = torch.arange(stop, device=q.device)
         rows = groups[:, :, :, first:stop].reshape(batch, k.shape[1], -1, size)
         scores = (rows @ keys[..., :stop] * scale).view(*groups.shape[:3], stop - first, stop)
         if softcap is not None:

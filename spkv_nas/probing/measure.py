@@ -269,7 +269,8 @@ def measure_within(
         )
     context = blocks.block_size
     cost, num_heads = _cache_cost(model, context, window or NARROWEST, sinks)
-    limit, full = memory_bytes(memory, cost, num_heads), cost.full(num_heads)
+    limit = memory_bytes(memory, cost, num_heads)
+    full = cost.full(num_heads)
     if window is None:
         candidates = candidate_windows(cost, num_heads, limit, blocks.block_size // 2)
     else:
@@ -423,7 +424,8 @@ def _cache_cost(
 ) -> tuple[CacheCost, int]:
     """Return the size of the KV cache of a model's layouts for one sequence, and the number of its KV heads."""
     with windows.full_attention(model) as states:
-        heads, sizes = attention.heads_per_layer(states), [state.head_dim for state in states]
+        heads = attention.heads_per_layer(states)
+        sizes = [state.head_dim for state in states]
         facts = cache_facts(config_layers([state.native_window for state in states]), heads, sizes)
     return CacheCost(
         context, 1, window, dtype=device.dtype_name(model.dtype), sinks=sinks, **facts

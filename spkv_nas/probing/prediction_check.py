@@ -18,7 +18,9 @@ from spkv_nas.proposal.windows import predicted_loss
 
 NUM_LAYOUTS = 12  # with the blocks below about half of the work of the costs themselves
 # Blocks that each layout is measured on: 4, or fewer with 8,192 tokens in all, but 2 at least, which errors need
-_MOST_BLOCKS, _NUM_TOKENS, _FEWEST_BLOCKS = 4, 8_192, 2
+_MOST_BLOCKS = 4
+_NUM_TOKENS = 8_192
+_FEWEST_BLOCKS = 2
 
 
 def usual_blocks(block_size: int) -> int:

@@ -39,7 +39,9 @@ from spkv_nas.model.loss import mean_nll
 from spkv_nas.model.placement import input_device
 from spkv_nas.probing import frozen
 
-_WEIGHT_DECAY, _BETAS, _FINAL = 0.1, (0.9, 0.95), 0.01
+_WEIGHT_DECAY = 0.1
+_BETAS = (0.9, 0.95)
+_FINAL = 0.01
 _SAVE_EVERY = 20  # steps
 _FILE = "gates.pt"  # checkpoint to resume from
 
@@ -144,7 +146,9 @@ class _Learning:
         steps: int,
     ) -> None:
         """Create the optimizer, the learning-rate schedule and the price controller."""
-        self._model, self._config, self._boundaries = model, config, boundaries
+        self._model = model
+        self._config = config
+        self._boundaries = boundaries
         predictors = gates.predictor_parameters(model)
         self._parameters = {
             name: parameter
@@ -275,7 +279,8 @@ class _Learning:
         for name, parameter in self._parameters.items():
             parameter.copy_(saved["parameters"][name])
         self._optimizer.load_state_dict(saved["optimizer"])
-        self.density, self.last_price = saved["density"], saved["last_price"]
+        self.density = saved["density"]
+        self.last_price = saved["last_price"]
         if self._price is not None:
             self._price.restore(saved["price"])
         return int(saved["step"])

@@ -94,9 +94,8 @@ class Signal(registry.Entry, ABC):
     takes_sinks: ClassVar[bool] = False
     # whether ``measure`` takes ``cache``, a folder of layout scores shared with searches
     caches_scores: ClassVar[bool] = False
-    cached_layers: ClassVar[float] = (
-        0.0  # share of the layers whose hidden states stay in memory between passes
-    )
+    # Share of the layers whose hidden states stay in memory between passes
+    cached_layers: ClassVar[float] = 0.0
     is_bounded: ClassVar[bool] = False  # whether ``work`` is an upper bound
 
     @abstractmethod
@@ -165,8 +164,10 @@ def parse_sinks(text: str | None) -> int | None:
 class Density(Signal):
     """Share of keys that the gates keep; on a model without gates, ``probe`` trains them first."""
 
-    name, help = "density", "share of keys that SP-KV gates keep"
-    kind, unit = kinds.DENSITY, kinds.DENSITY_UNIT
+    name = "density"
+    help = "share of keys that SP-KV gates keep"
+    kind = kinds.DENSITY
+    unit = kinds.DENSITY_UNIT
     needs_gates = True
     stage_name = "probe"
     reads_blocks = False  # the gates have their own window, and open gates have a density, too
@@ -194,8 +195,11 @@ class Density(Signal):
 class Ablation(Signal):
     """Gain of each head, switched alone."""
 
-    kind, unit = kinds.GAIN, kinds.NATS
-    computes_logits, takes_sinks, cached_layers = True, True, 1.0
+    kind = kinds.GAIN
+    unit = kinds.NATS
+    computes_logits = True
+    takes_sinks = True
+    cached_layers = 1.0
     # True to make heads global in an all-local model, False to make them local in an all-global one
     opens: ClassVar[bool]
 
@@ -224,7 +228,8 @@ def ablation_passes(grid: Grid) -> float:
 class AddOneHead(Ablation):
     """Make single heads global in an all-local model."""
 
-    name, help = "add-one-head", "NLL saved by making one head global in an all-local model"
+    name = "add-one-head"
+    help = "NLL saved by making one head global in an all-local model"
     opens = True
 
 
@@ -232,7 +237,8 @@ class AddOneHead(Ablation):
 class LeaveOneOut(Ablation):
     """Make single heads local in an all-global model."""
 
-    name, help = "leave-one-out", "NLL lost by making one head local in an all-global model"
+    name = "leave-one-out"
+    help = "NLL lost by making one head local in an all-global model"
     opens = False
 
 
@@ -240,7 +246,8 @@ class LeaveOneOut(Ablation):
 class Duo(Signal):
     """Share of full attention that each head needs to preserve the last hidden states."""
 
-    name, help = "duo", "DuoAttention's learned share of full attention"
+    name = "duo"
+    help = "DuoAttention's learned share of full attention"
     unit = kinds.ALPHA_UNIT
     takes_sinks = True
 
@@ -272,7 +279,8 @@ class Duo(Signal):
 class HeadGates(Signal):
     """Gate that each head learns while the gates of all heads sum to the budget."""
 
-    name, help = "head-gates", "one gate per head, learned under a budget"
+    name = "head-gates"
+    help = "one gate per head, learned under a budget"
     unit = kinds.GATE_UNIT
     takes_sinks = True
 
@@ -300,11 +308,10 @@ class HeadGates(Signal):
 class WindowCosts(Signal):
     """Cost of every window of local heads, from which layouts of one or several windows are made for any budget."""
 
-    name, help = (
-        "window-costs",
-        "what each window costs each head, for layouts within a memory budget",
-    )
-    kind, unit = kinds.GAIN, kinds.NATS
+    name = "window-costs"
+    help = "what each window costs each head, for layouts within a memory budget"
+    kind = kinds.GAIN
+    unit = kinds.NATS
     takes_sinks = True
 
     seed: Seed = 0
@@ -343,7 +350,8 @@ class WindowCosts(Signal):
 
 
 DENSITY = Density()
-ADD_ONE_HEAD, WINDOW_COSTS = AddOneHead(), WindowCosts()
+ADD_ONE_HEAD = AddOneHead()
+WINDOW_COSTS = WindowCosts()
 SIGNALS: registry.Registry[Signal] = registry.Registry(
     "spkv_nas.signals",
     "signal",

@@ -104,7 +104,8 @@ class SinkReport:
 
     def as_mapping(self) -> dict[str, Any]:
         """Return the entries for ``probe.yaml``."""
-        largest, sinks = self.largest, max(1, self.number)
+        largest = self.largest
+        sinks = max(1, self.number)
         activation = (
             None if largest is None else {**asdict(largest), "ratio": float(f"{largest.ratio:.4g}")}
         )
@@ -131,7 +132,8 @@ def choose_sinks(
     sink tokens; entries for ``probe.yaml``, empty if they were not measured).
     """
     # Use the number of an existing layout or gates
-    layout, gates = config_section.checkpoint_layout(model), config_section.gate_config(model)
+    layout = config_section.checkpoint_layout(model)
+    gates = config_section.gate_config(model)
     if layout is not None:
         return layout.sinks, {}
     if gates is not None and gates.sinks:

@@ -43,10 +43,13 @@ from spkv_nas.probing import frozen, head_gates, heads
 
 NARROWEST = 32  # keys, of the narrowest window; the others are its doubles up to half a block
 # Blocks whose costs are averaged: 16, or fewer with 32,768 tokens in all, but at least 4
-MOST_BLOCKS, NUM_TOKENS, FEWEST_BLOCKS = 16, 32_768, 4
+MOST_BLOCKS = 16
+NUM_TOKENS = 32_768
+FEWEST_BLOCKS = 4
 # Draws of tokens after every prefix: of all blocks together, and of each, at least. The mean of the squares of a
 # gradient has a relative error of sqrt(2 / draws), however long the blocks are
-ALL_DRAWS, DRAWS = 16, 2
+ALL_DRAWS = 16
+DRAWS = 2
 NLL_BLOCKS = 4  # for the NLL of the unchanged model, which costs are compared with
 Float = arrays.Float
 
@@ -147,7 +150,8 @@ def _means(
     of_tokens = np.array([document.domain for document in blocks.documents])[blocks.document[order]]
     domain_of = np.array([pd.Series(row).mode()[0] for row in of_tokens])
     domains = tuple(sorted(set(domain_of.tolist())))
-    means, by_domain = [], []
+    means = []
+    by_domain = []
     for domain in domains:
         indices = order[domain_of == domain]
         some = np.moveaxis(costs[domain_of == domain], 0, -1)  # [L, Hkv, W, blocks]
@@ -155,7 +159,8 @@ def _means(
             [blocks.boundaries.num_measured(blocks.marked(index)[None]) for index in indices]
         )
         mean, error = statistics.jackknife_ratio(some, sizes[:, 0] / (blocks.block_size - 1))
-        score, tokens = windows.index(window), int(sizes[:, 1].sum())
+        score = windows.index(window)
+        tokens = int(sizes[:, 1].sum())
         means.append(heads.HeadMeans(mean[..., score], domain, tokens, 0, error[..., score]))
         by_domain.append(mean)
     return means, head_tables.WindowCosts(windows, np.stack(by_domain), domains)
@@ -178,7 +183,8 @@ def _costs(
     separate documents have fewer than others, and divided by those of a block of one document.
     """
     grid = len(layers), max(heads_per_layer(states)), len(windows)
-    block_targets, draws = blocks.block_size - 1, num_draws(len(order))
+    block_targets = blocks.block_size - 1
+    draws = num_draws(len(order))
 
     def costs(part: range) -> list[Float]:
         """Compute those of some blocks in one pass of each kind."""

@@ -33,7 +33,9 @@ from spkv_nas.proposal.propose import densest_layout, propose, resolve_tau
 from spkv_nas.proposal.requirements import Limit, Requirements
 from spkv_nas.proposal.solutions import SeveralSolutions, Solutions, find_solutions
 
-_COVERAGE, _CURVE, _HEADS = "coverage.csv", "coverage-curve.csv", "heads.csv"
+_COVERAGE = "coverage.csv"
+_CURVE = "coverage-curve.csv"
+_HEADS = "heads.csv"
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,9 +51,8 @@ class Answer:
     certainty: Certainty | None
     # further layouts that differ from the best in many heads; None where they were not requested
     solutions: Solutions | None = None
-    recommended: str | None = (
-        None  # name of the layout that lost least of those that the probe compared; None: none
-    )
+    # Name of the layout that lost least of those that the probe compared; None: none
+    recommended: str | None = None
 
 
 @dataclass(frozen=True)
@@ -198,7 +199,8 @@ def coverage_table(
     layout does not have ``heads`` global heads, which ``constraints`` it breaks, or that it may not be optimal).
     """
     # Measure each layout, noting an earlier one with the same heads
-    rows, first_names = [], dict[str, str]()
+    rows = []
+    first_names = dict[str, str]()
     for name, layout in layouts.items():
         same_heads = first_names.setdefault(layout.content, name)
         low = high = math.nan
@@ -382,7 +384,8 @@ def budget_curve(
     Arguments are those of ``propose_for``. Raises ``UserError``: a budget is not feasible under the requirements.
     """
     cost = requirements.cache_cost(table, window)
-    rows, layouts = [], {}
+    rows = []
+    layouts = {}
     # Solve for one layout per budget and measure its coverage
     for number, budget in enumerate(budgets, 1):
         if requirements.is_solved:

@@ -29,7 +29,8 @@ def parse_budget(budget: int | str | None, num_heads: int) -> int:
             f"budget '{budget}' is not a number of KV heads; give for example 18 or 25%"
         ) from error
     if not 1 <= number <= num_heads:
-        budget_text, number_text = text[:40], str(number)[:40]
+        budget_text = text[:40]
+        number_text = str(number)[:40]
         raise UserError(
             f"budget {budget_text} means {number_text} global KV heads, but the model has {num_heads} KV heads that "
             f"can be global\ngive 1 to {num_heads}, or a share such as 25%"
@@ -59,7 +60,8 @@ def _parse_part(text: str, num_heads: int) -> list[int]:
     # Parse the ends and the step of the range
     ends, _, step = text.partition(":")
     low, _, high = ends.partition("..")
-    first, last = parse_budget(low, num_heads), parse_budget(high, num_heads)
+    first = parse_budget(low, num_heads)
+    last = parse_budget(high, num_heads)
     if first > last:
         raise UserError(
             f"budget range {text} is descending, from {first} to {last} global KV heads: give the smaller end first"

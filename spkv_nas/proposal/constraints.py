@@ -15,7 +15,9 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.tables import Column, read_table
 from spkv_nas.proposal import coverage, integer_program
 
-CONSTRAINED, ROBUST = "constrained", "robust"  # strategy names of the layouts from ``solve``
+# Strategy names of the layouts from ``solve``
+CONSTRAINED = "constrained"
+ROBUST = "robust"
 _WEIGHTS = (
     Column("layer", "whole"),
     Column("kv_head", "whole"),
@@ -36,12 +38,10 @@ class Constraints:
     global_layers: tuple[int, ...] = ()  # layers in which every head is global
     local_layers: tuple[int, ...] = ()  # layers in which every head is local
     granularity: str = "head"  # "head", or "layer" for whole layers only
-    uniform: bool = (
-        False  # same number of global heads in every layer that mixes global and local heads
-    )
-    max_windows: int | None = (
-        None  # most windows of local heads, for layouts with a window per head; None: three
-    )
+    # Same number of global heads in every layer that mixes global and local heads
+    uniform: bool = False
+    # Most windows of local heads, for layouts with a window per head; None: three
+    max_windows: int | None = None
     # windows of local heads to choose from, for such layouts; empty: those that were measured
     windows: tuple[int, ...] = ()
 
@@ -52,7 +52,8 @@ class Constraints:
             value = getattr(self, name)
             if value is not None and value < 0:
                 raise UserError(f"{_option(name, value)} must be at least 0")
-        low, high = self.min_per_layer, self.max_per_layer
+        low = self.min_per_layer
+        high = self.max_per_layer
         if low is not None and high is not None and low > high:
             raise UserError(f"min-per-layer={low} is more than max-per-layer={high}")
         # Check the windows, the fixed layers and the granularity
@@ -118,7 +119,8 @@ class Constraints:
     def broken_by(self, layout: Layout) -> list[str]:
         """Return the options, such as "--granularity layer", that a layout does not meet."""
         # Count the global heads of the layers that a minimum or maximum applies to, and of those that mix
-        counts, num_heads = layout.global_mask.sum(1), np.array(layout.heads_per_layer)
+        counts = layout.global_mask.sum(1)
+        num_heads = np.array(layout.heads_per_layer)
         fixed = [*self.global_layers, *self.local_layers]
         free = np.delete(counts, fixed)
         mixed = counts[(counts > 0) & (counts < num_heads)]
@@ -155,9 +157,11 @@ def parse_layers(text: str, option: str) -> tuple[int, ...]:
     for part in text.split(","):
         low, dash, high = part.strip().partition("-")
         try:
-            first, last = int(low), int(high if dash else low)
+            first = int(low)
+            last = int(high if dash else low)
         except ValueError:
-            first, last = 0, -1
+            first = 0
+            last = -1
         if not 0 <= first <= last < 10**6:
             raise UserError(
                 f"{option} '{text}' is not a list of layers; give for example 0,20 or 3-5"
@@ -265,7 +269,8 @@ def best_layout(
         "window": window or table.window or DEFAULT_WINDOW,
         "sinks": table.sinks,
     }
-    strategy, heads = ROBUST if robust else CONSTRAINED, table.heads_per_layer
+    strategy = ROBUST if robust else CONSTRAINED
+    heads = table.heads_per_layer
     layout = Layout.from_mask(best.mask, strategy=strategy, heads_per_layer=heads, **sizes)
     # Record constraints, costs and gap
     origin = {**coverage.provenance(table, layout, budget), "constraints": constraints.named}

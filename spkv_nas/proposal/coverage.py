@@ -39,7 +39,8 @@ def coverage(table: head_scores.HeadScores, layout: Layout) -> float:
     the threshold they were chosen at. Raises ``UserError``: the layout's grid differs from the table's, or every
     density is 0.
     """
-    what, other = f"layout '{layout.strategy}'", f"the density table '{table.name}'"
+    what = f"layout '{layout.strategy}'"
+    other = f"the density table '{table.name}'"
     grid.check_grid(what, layout.heads_per_layer, other, table.heads_per_layer)
     return math.nan if layout.windows else _covered(table, layout.global_mask)
 
@@ -221,7 +222,8 @@ def bootstrap(table: head_scores.HeadScores) -> Bootstrap | None:
     densities = []
     for number in range(len(documents.domains)):
         in_domain = documents.domain == number
-        kept, tokens = documents.kept[in_domain], documents.tokens[in_domain]
+        kept = documents.kept[in_domain]
+        tokens = documents.tokens[in_domain]
         multiplicities = generator.multinomial(
             len(tokens), np.full(len(tokens), 1 / len(tokens)), NUM_RESAMPLES
         ).astype(float)
@@ -257,10 +259,8 @@ def _knee(density: Float) -> int:
 
 def beyond_doubt(probability: Float) -> tuple[int, int, int]:
     """Count the heads (chosen, excluded, undecided): the first two in at least 95 % of the resamples."""
-    chosen, excluded = (
-        int((probability >= LEVEL).sum()),
-        int((probability <= 1 - LEVEL + 1e-9).sum()),
-    )
+    chosen = int((probability >= LEVEL).sum())
+    excluded = int((probability <= 1 - LEVEL + 1e-9).sum())
     return chosen, excluded, int(np.isfinite(probability).sum()) - chosen - excluded
 
 

@@ -45,8 +45,11 @@ from spkv_nas.base.replace import new_folder, replacing
 from spkv_nas.proposal.budget import parse_budget
 from spkv_nas.proposal.strategies import densest
 
-DUO_ATTENTION, PRULONG = "duo-attention", "prulong"
-TSV_NAME, CONFIG_NAME = "full_attention_heads.tsv", "config.json"  # files in a DuoAttention folder
+DUO_ATTENTION = "duo-attention"
+PRULONG = "prulong"
+# Files in a DuoAttention folder
+TSV_NAME = "full_attention_heads.tsv"
+CONFIG_NAME = "config.json"
 _SHAPE_KEYS = ("num_hidden_layers", "num_key_value_heads")
 _SIZE_KEYS = {
     "sink_size": 0,
@@ -157,14 +160,10 @@ def read_scores(path: Path) -> ForeignScores:
     values = _read_values(file)
     config = _read_config(file.parent / CONFIG_NAME)
     # Compare their grid with the model's, if the config gives it
-    layers, heads = (
-        config.get(_SHAPE_KEYS[0], len(values)),
-        config.get(_SHAPE_KEYS[1], len(values[0])),
-    )
-    what, remedy = (
-        f"the file of head scores {file}",
-        "the file needs one value per KV head, not per query head",
-    )
+    layers = config.get(_SHAPE_KEYS[0], len(values))
+    heads = config.get(_SHAPE_KEYS[1], len(values[0]))
+    what = f"the file of head scores {file}"
+    remedy = "the file needs one value per KV head, not per query head"
     grid.check_grid(
         what,
         (len(values[0]),) * len(values),

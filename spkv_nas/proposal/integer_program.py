@@ -66,17 +66,13 @@ class Problem:
         apart: int = 1,
     ) -> None:
         """Store the problem; programs are built when it is solved."""
-        self._layers, self._constraints, self._budget = (
-            tuple(heads_per_layer),
-            dict(constraints),
-            budget,
-        )
+        self._layers = tuple(heads_per_layer)
+        self._constraints = dict(constraints)
+        self._budget = budget
         self._is_head = head_cells(heads_per_layer)
-        self._excluded, self._at_least, self._apart = (
-            [mask[self._is_head] for mask in excluded],
-            at_least,
-            apart,
-        )
+        self._excluded = [mask[self._is_head] for mask in excluded]
+        self._at_least = at_least
+        self._apart = apart
         self._counts = weights is None
         self._weights = np.ones(sum(heads_per_layer)) if weights is None else weights[self._is_head]
 
@@ -199,12 +195,16 @@ class _Program:
     ) -> None:
         """Build variable bounds and constraint rows for layers of ``heads``; ``mixed`` have so many global ones."""
         # Set bounds: 0 or 1 per head, fixed for layers that are all global or all local
-        layers, self._heads, self._num_heads = len(heads), np.array(heads), sum(heads)
-        self._mixed, self._equal_weights = mixed, bool((weights == weights[0]).all())
+        layers = len(heads)
+        self._heads = np.array(heads)
+        self._num_heads = sum(heads)
+        self._mixed = mixed
+        self._equal_weights = bool((weights == weights[0]).all())
         self._layer_of = np.repeat(np.arange(layers), heads)
         self._of_layer = np.eye(layers)[self._layer_of]  # [heads, L]
         self._width = self._num_heads + (0 if mixed is None else 2 * layers) + 1
-        self._lower, self._upper = np.zeros(self._width), np.ones(self._width)
+        self._lower = np.zeros(self._width)
+        self._upper = np.ones(self._width)
         self._upper[-1] = _SCALE
         for layer in constraints.get("global_layers", ()):
             self._lower[: self._num_heads][self._layer_of == layer] = 1.0
@@ -306,7 +306,8 @@ class _Program:
         """Yield the rows of the minimum and maximum number of heads per layer, and of whole layers."""
         fixed = {*constraints.get("global_layers", ()), *constraints.get("local_layers", ())}
         free = [layer for layer in range(len(self._heads)) if layer not in fixed]
-        low, high = constraints.get("min_per_layer"), constraints.get("max_per_layer")
+        low = constraints.get("min_per_layer")
+        high = constraints.get("max_per_layer")
         # Bound the global heads of every layer that is not fixed
         if free and (low is not None or high is not None):
             count = self._wide(self._of_layer.T[free])
@@ -320,7 +321,8 @@ class _Program:
     def _uniform_rows(self, mixed: int) -> list[Rows]:
         """Return rows by which a layer has all, ``mixed`` or no heads global: the convex hull of these cases."""
         of_layer = self._of_layer
-        head, layer = np.eye(self._num_heads), np.eye(len(self._heads))
+        head = np.eye(self._num_heads)
+        layer = np.eye(len(self._heads))
         return [
             # global heads of a layer = heads * all_global + mixed * is_mixed
             (self._wide(np.hstack([of_layer.T, -self._heads * layer, -mixed * layer])), 0.0, 0.0),

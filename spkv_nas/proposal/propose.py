@@ -14,9 +14,8 @@ from spkv_nas.proposal.budget import MATCH_BUDGET, parse_budget
 from spkv_nas.proposal.requirements import Limit, Requirements
 from spkv_nas.proposal.strategies import DENSEST, NUM_RANDOM, STRATEGIES, Strategy, densest_first
 
-_MATCH_TOLERANCE = (
-    0.01  # of "match-budget": absolute difference of mean density and the budget's share of heads
-)
+# Of "match-budget": absolute difference of mean density and the budget's share of heads
+_MATCH_TOLERANCE = 0.01
 _MAX_BUDGET_RATIO = 1.75  # warn if the budget differs by more than this factor from the one the table was learned for
 _MIN_TIE_RATIO = 1.5  # warn of ties if mean density is at least this multiple of the budget's share (reports/LOG.md)
 
@@ -215,7 +214,8 @@ def price_advice(table: HeadScores, budget: int | str | None) -> str | None:
         return None
     share = parse_budget(budget, table.num_candidates) / table.num_heads
     # Compare with the target density of the gates
-    priced, learned_for = table.metadata.get("target_density"), table.metadata.get("budget")
+    priced = table.metadata.get("target_density")
+    learned_for = table.metadata.get("budget")
     if priced is not None and not 1 / _MAX_BUDGET_RATIO <= share / priced <= _MAX_BUDGET_RATIO:
         return (
             f"the gates were trained to keep {priced:.0%} of the keys, but the budget is {share:.0%} of the heads: "

@@ -33,21 +33,18 @@ class Requirements:
 
     constraints: Constraints = field(default_factory=Constraints)
     robust: bool = False  # maximise the lowest per-domain coverage instead of the overall one
-    head_costs: Path | None = (
-        None  # CSV file with the cost of every head if it is global, instead of 1
-    )
+    # CSV file with the cost of every head if it is global, instead of 1
+    head_costs: Path | None = None
     # memory for keys and values such as "20%" of full attention's or "2GiB", instead of a budget; requires ``context``,
     # unless the probe was measured for a memory
     kv_bytes: str | None = None
     context: int | None = None  # tokens per sequence
     batch: int = 1  # number of sequences in the cache
     head_dim: int | None = None  # of the cache; by default the probe's
-    kv_dtype: str | None = (
-        None  # of the cache; by default the engine's, if it is a setting there, else the probe's
-    )
-    serving: Serving | None = (
-        None  # engine whose allocator counts the memory, at a ``context``; None: keys and values
-    )
+    # Of the cache; by default the engine's, if it is a setting there, else the probe's
+    kv_dtype: str | None = None
+    # Engine whose allocator counts the memory, at a ``context``; None: keys and values
+    serving: Serving | None = None
 
     def __post_init__(self) -> None:
         """Check that an engine has a context."""
@@ -306,7 +303,9 @@ class Requirements:
             for n in (num_global, table.num_candidates, 0)
         )
         room = f"{self.kv_bytes} has room for {num_global} global heads: " if self.kv_bytes else ""
-        what, settings, serving = "of keys and values", "", self.serving
+        what = "of keys and values"
+        settings = ""
+        serving = self.serving
         if serving is not None:
             what = f"in {serving.engine.title}"
             settings = (

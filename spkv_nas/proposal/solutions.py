@@ -60,7 +60,8 @@ class Solutions:
     @property
     def shortfall(self) -> str | None:
         """Return why there are fewer layouts than requested; None if there are enough."""
-        number, apart = len(self.layouts), self.request.apart
+        number = len(self.layouts)
+        apart = self.request.apart
         if number == self.request.number:
             return None
         existing = "the best layout" if number == 1 else f"the {number} best layouts"

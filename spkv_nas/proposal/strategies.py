@@ -162,7 +162,8 @@ def interleaved(num_layers: int, num_kv_heads: int, budget: int, *, local_first:
     (``local_first``). Of 21 layers, 6 global ones are 0, 4, 8, 12, 16, 20 in A and 3, 7, 11, 15, 19, 20 in B. If no
     period gives the number, layers are spread evenly. One layer is the last, in both patterns.
     """
-    count, last = min(num_layers, max(1, round(budget / num_kv_heads))), num_layers - 1
+    count = min(num_layers, max(1, round(budget / num_kv_heads)))
+    last = num_layers - 1
     # Spread the layers from the first to the last; B takes the layer before each of these but the first
     spread = np.linspace(0, last, count).round().astype(int).tolist()
     layers = (

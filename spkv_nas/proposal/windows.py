@@ -26,9 +26,8 @@ from spkv_nas.proposal.constraints import Constraints
 from spkv_nas.proposal.strategies import INTERLEAVED_LAST
 
 NARROWEST = 32  # narrowest window that is tried
-_STEP = (
-    16  # windows are multiples of it: the page size of serving engines, and a tile of the kernels
-)
+# Windows are multiples of it: the page size of serving engines, and a tile of the kernels
+_STEP = 16
 _MOST_TRIED = 12  # windows
 # Factor between the two single windows among the rivals of a window per head: neighbours lose the same, so that
 # comparing them decides nothing
@@ -37,9 +36,8 @@ USUAL_RIVALS = 4  # of a window per head: itself, two single windows, and whole 
 MOST_WINDOWS = 3  # of a layout, unless a constraint allows more: as many as vLLM serves
 WINDOW_PER_HEAD = "window-per-head"  # strategy name of the layouts
 ONE_WINDOW = "one-window-"  # before the window, in the names of layouts with one window
-WHOLE_LAYERS = (
-    "whole-layers-"  # before the window, in the names of layouts with whole global layers
-)
+# Before the window, in the names of layouts with whole global layers
+WHOLE_LAYERS = "whole-layers-"
 BY_GATES = "head-gates-"  # before the window, in the names of layouts with one window whose heads head gates chose
 _LOCAL_PART = 0.6  # of the memory for a typical window; the best took 42 to 62 % (reports/LOG.md)
 _MOST_BY_GATES = 2  # windows of layouts whose heads head gates choose
@@ -116,7 +114,8 @@ def at_window(table: HeadScores, window: int) -> HeadScores:
     """Return a table whose layouts have a window, and whose scores are the costs of it if they were measured."""
     if table.window_costs is None:
         return replace(table, window=window)
-    rows, costs = table.rows.copy(), table.window_costs
+    rows = table.rows.copy()
+    costs = table.window_costs
     rows["score"] = costs.at(window)[
         rows["domain"].map(costs.domains.index), rows["layer"], rows["kv_head"]
     ]
@@ -130,7 +129,8 @@ def windows_by_costs(table: HeadScores, cost: CacheCost, limit: int) -> list[Tri
 
     A layout's global heads are those to which its window costs most. Raises ``UserError`` as ``candidate_windows``.
     """
-    costs, tried = table.window_costs, []
+    costs = table.window_costs
+    tried = []
     assert costs is not None
     for row in candidate_windows(cost, table.num_heads, limit, max(costs.windows)):
         by_head = np.tensordot(table.domain_shares, costs.at(row.window), 1)[table.layers]
@@ -199,7 +199,8 @@ class WindowProblem:
         costs = np.tensordot(shares, self.values, 1).reshape(len(shares), -1)
         costs *= _SCALE / max(float(np.abs(costs).sum()), np.finfo(float).tiny)
         # Variables: one per head and kind, one per kind that says whether it is used, and the largest sum of costs
-        num_choices, kinds = costs.shape[1], self._shape[2]
+        num_choices = costs.shape[1]
+        kinds = self._shape[2]
         objective = np.append(np.zeros(num_choices + kinds), 1.0)
         largest = np.hstack([costs, np.zeros((len(costs), kinds)), -np.ones((len(costs), 1))])
         # The last row defines the largest sum of costs, and is not checked
@@ -253,10 +254,8 @@ class WindowProblem:
             layer_of, head_of, kind = np.indices(self._shape).reshape(3, -1)
             counts = self._is_head[layer_of, head_of] & ~np.isin(layer_of, self.native_layers)
             chosen = np.flatnonzero((kind < kinds - 1) & counts)
-            is_chosen, is_used = (
-                sparse.eye_array(len(kind), format="csr")[chosen],
-                np.eye(kinds)[kind[chosen]],
-            )
+            is_chosen = sparse.eye_array(len(kind), format="csr")[chosen]
+            is_used = np.eye(kinds)[kind[chosen]]
             rows.append((self._wide(sparse.hstack([is_chosen, -is_used])), -np.inf, 0.0))
             count = np.repeat([[0.0, 1.0]], [len(kind), kinds - 1], 1)
             rows.append((self._wide(count), -np.inf, float(self.max_windows)))

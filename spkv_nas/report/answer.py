@@ -67,7 +67,8 @@ def loss_memory_chart(evidence: Sequence[Evidence], verdict: Verdict) -> Chart |
     ]
     if not points:
         return None
-    unit, margin = chosen.measured[0].unit, chosen.measured[0].margin
+    unit = chosen.measured[0].unit
+    margin = chosen.measured[0].margin
     # Fit the axes to the losses, and to intervals within some margins
     reach = max(_REACH * margin, *(abs(measured.loss) for _, measured in points))
     ends = [

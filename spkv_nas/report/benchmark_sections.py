@@ -15,7 +15,8 @@ from spkv_nas.report.formatting import change, measured, number, without_folder
 Record = Mapping[str, Any]
 Line = dict[str, Any]  # a row of a result table, by column
 Cell = Callable[[Line], str]
-_TIED, _AVERAGE = "not significantly different", "average of "
+_TIED = "not significantly different"
+_AVERAGE = "average of "
 _DELTA = ("delta_nll_percent", "delta_nll_standard_error")
 
 
@@ -115,7 +116,8 @@ def _evaluated(name: str, rows: pd.DataFrame, record: Record) -> chart.Section:
         else without_folder(str(path))
         for path, variant in zip(rows["checkpoint"], rows["variant"], strict=True)
     }
-    length, critical = record.get("block_size"), rows["effective_documents"].map(critical_errors)
+    length = record.get("block_size")
+    critical = rows["effective_documents"].map(critical_errors)
     blocks = "" if length is None else f", in blocks of {length} tokens"
     return _section(
         "Checkpoints side by side",
@@ -152,10 +154,8 @@ def _baselines(name: str, rows: pd.DataFrame, record: Record) -> chart.Section:
     """Return the section of pruning rules; rows are grouped by target density, then dense model and SP-KV."""
     protocol = "" if record.get("protocol") != "kvpress" else ", following the kvpress protocol"
     # Separate the dense model and SP-KV from the pruning rules
-    is_dense, is_spkv = (
-        rows["method"] == comparison.FULL_ATTENTION,
-        rows["method"] == comparison.SP_KV,
-    )
+    is_dense = rows["method"] == comparison.FULL_ATTENTION
+    is_spkv = rows["method"] == comparison.SP_KV
     spkv = [f"SP-KV, τ = {tau:g}" if tau else "SP-KV, gates open" for tau in rows["tau"]]
     return _section(
         "Post-hoc KV-cache compression",
@@ -180,10 +180,8 @@ def _baselines(name: str, rows: pd.DataFrame, record: Record) -> chart.Section:
 
 def _ruler(name: str, rows: pd.DataFrame, record: Record) -> chart.Section:
     """Return the section of RULER: averages by length, with every task in the folded rows."""
-    haystack, is_average = (
-        record.get("haystack", "RULER's noise"),
-        rows["task"].str.startswith(_AVERAGE),
-    )
+    haystack = record.get("haystack", "RULER's noise")
+    is_average = rows["task"].str.startswith(_AVERAGE)
     # Mark scores at the floor, and ties with the baseline
     at_floor = rows["score"] - rows["floor"] <= 2 * rows["standard_error"]
     tags = zip(at_floor, _ties(rows, "difference", "difference_standard_error"), strict=True)
@@ -213,10 +211,8 @@ def _ruler(name: str, rows: pd.DataFrame, record: Record) -> chart.Section:
 def _tasks(name: str, rows: pd.DataFrame, record: Record) -> chart.Section:
     """Return the section of lm-eval's downstream tasks, the averages last."""
     limit = f", the first {record['limit']} samples of each" if record.get("limit") else ""
-    ties, is_average = (
-        _ties(rows, "difference", "difference_standard_error"),
-        rows["task"].str.startswith(_AVERAGE),
-    )
+    ties = _ties(rows, "difference", "difference_standard_error")
+    is_average = rows["task"].str.startswith(_AVERAGE)
     return _section(
         "Downstream tasks",
         f"{_checkpoints(record)}By lm-eval{limit}, ± one standard error over samples. Chance-level scores are "
@@ -232,7 +228,8 @@ def _tasks(name: str, rows: pd.DataFrame, record: Record) -> chart.Section:
 
 
 def _longppl(name: str, rows: pd.DataFrame, record: Record) -> chart.Section:
-    evaluator, withheld = record.get("evaluator") or {}, record.get("withheld") or {}
+    evaluator = record.get("evaluator") or {}
+    withheld = record.get("withheld") or {}
     evaluator_note = (
         f" by {without_folder(str(evaluator['model']))}" if "model" in evaluator else ""
     )
@@ -273,7 +270,8 @@ def _pair(rows: pd.DataFrame) -> str:
 
 def _text_size(record: Record) -> str:
     """Return the recorded size of the text in words."""
-    tokens, documents = record.get("num_tokens"), record.get("num_documents")
+    tokens = record.get("num_tokens")
+    documents = record.get("num_documents")
     if tokens is None or documents is None:
         return "its text"
     return f"{tokens:,} tokens of {documents:,} documents"

@@ -282,7 +282,8 @@ def _round_values(low: float, high: float, max_intervals: int) -> list[float]:
     """Return multiples of a round step that cover the range from ``low`` to ``high``; integers if it is above 3."""
     decade = 10.0 ** math.floor(math.log10((high - low) / max_intervals))
     for step in (decade * factor for factor in (*_STEPS, *(10 * step for step in _STEPS))):
-        first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+        first = math.floor(low / step + 1e-9)
+        last = math.ceil(high / step - 1e-9)
         if last - first <= max_intervals and (high - low <= 3 or step == round(step)):
             return [number * step for number in range(first, last + 1)]
     raise AssertionError(f"no step for {low} to {high}")

@@ -29,15 +29,15 @@ from spkv_nas.report.chart import (
 )
 
 _DENSITY = "density"  # name of the chart whose cells the layout charts reuse
-_MAX_POINTED = (
-    500  # with more dots by domain there are no tooltips, which would be most of the page
-)
+# With more dots by domain there are no tooltips, which would be most of the page
+_MAX_POINTED = 500
 _UNEVEN = 2.0  # ratio of the widest to the narrowest bucket from which positions are logarithmic
 
 
 def density_chart(table: HeadScores) -> Chart:
     """Return a heatmap of the score of every KV head."""
-    measure, scale = table.measure, table.measure.scale
+    measure = table.measure
+    scale = table.measure.scale
     about = f"Columns are layers, rows are KV heads; the mean is {measure.exact(table.mean)}."
     heading = f"{measure.title}, {measure.shown} (mean {scale.factor * table.mean:.1f})"
     title = f"{measure.title} by layer and KV head"
@@ -88,7 +88,8 @@ def grid_chart(layout: Layout, name: str = "layout", *, small: bool = True) -> C
     if not small:  # cells that are large enough name global heads, too
         rows = [row.ljust(layout.num_kv_heads) for row in layout.heads]
         letters = tuple("".join(row) for row in zip(*rows, strict=True))
-    about = f"Columns are layers, rows are KV heads; {layout.num_global} of {layout.num_heads} are global, {layout.reach}."
+    count = f"{layout.num_global} of {layout.num_heads} are global"
+    about = f"Columns are layers, rows are KV heads; {count}, {layout.reach}."
     return _map(name, title, about, values, title, small=small, letters=letters)
 
 
@@ -123,7 +124,8 @@ def stability_chart(certainty: Certainty) -> Chart:
     """Return the probability of every KV head to be among those of highest score under resampling."""
     about = f"Columns are layers, rows are KV heads; the budget is {certainty.budget} heads."
     heading = f"Resamples in which a head is one of the {certainty.budget} of highest score, %"
-    words, title = "selected in % % of the resamples", "Selection frequency of every head"
+    words = "selected in % % of the resamples"
+    title = "Selection frequency of every head"
     return _map("stability", title, about, certainty.probability["densest"], heading, words=words)
 
 
@@ -153,11 +155,9 @@ def _map(
 
 def domain_chart(table: HeadScores) -> Chart:
     """Return one row per domain: a dot for every KV head, a bar for their mean; the note names domains left out."""
-    measure, others, left_out = (
-        table.measure,
-        about_small_domains(table.rows),
-        small_domains(table.rows),
-    )
+    measure = table.measure
+    others = about_small_domains(table.rows)
+    left_out = small_domains(table.rows)
     means = {
         name: float(table.domain_density(name, signed=True)[table.is_head].mean())
         for name in table.domains
@@ -205,7 +205,8 @@ def position_chart(table: HeadScores) -> Chart | None:
         return None
     # Horizontal axis: logarithmic where buckets are uneven
     centre = numbers(profile["start"] + profile["end"], 0.5)
-    position, end = "Position of the token in its block", float(profile["end"].iloc[-1])
+    position = "Position of the token in its block"
+    end = float(profile["end"].iloc[-1])
     widths = profile["end"] - profile["start"]
     axis = chart.round_axis(position, 0, end, exact=True)
     if widths.max() > _UNEVEN * widths.min():
@@ -235,10 +236,13 @@ def position_chart(table: HeadScores) -> Chart | None:
 
 def histogram_chart(table: HeadScores) -> Chart:
     """Return a histogram of the KV heads' scores in 20 bins."""
-    measure, scale = table.measure, table.measure.scale
+    measure = table.measure
+    scale = table.measure.scale
     # Count heads
     counts, edges = np.histogram(table.values, bins=20, range=(scale.low, scale.high))
-    low, high, height = numbers(edges[:-1]), numbers(edges[1:]), numbers(counts)
+    low = numbers(edges[:-1])
+    high = numbers(edges[1:])
+    height = numbers(counts)
     tips = tuple(
         f"{measure.rough(a)} to {measure.rough(b)}: {n:.0f} heads"
         for a, b, n in zip(low, high, height, strict=True)
@@ -255,7 +259,8 @@ def histogram_chart(table: HeadScores) -> Chart:
 def _value_axis(table: HeadScores) -> Axis:
     """Return an axis over the values of all domains."""
     measure = table.measure
-    low, high = measure.scale.low, measure.scale.high
+    low = measure.scale.low
+    high = measure.scale.high
     if measure.scale.is_stretched:
         low, high = (
             min(low, float(table.rows["score"].min())),
@@ -278,7 +283,8 @@ def density_evolution_chart(rows: pd.DataFrame) -> Chart:
     """Return every head's density during a run, as the SP-KV paper's figure "Per-head gate density during phase 1"."""
     # Densities: [steps, heads], in percent
     heads = rows.pivot_table(index="step", columns=["layer", "kv_head"], values="density")
-    steps, values = numbers(heads.index), 100 * heads.to_numpy()
+    steps = numbers(heads.index)
+    values = 100 * heads.to_numpy()
     marks: list[Mark] = [
         Line(steps, numbers(column), tone="muted", width=0.6, opacity=0.35) for column in values.T
     ]

@@ -20,13 +20,14 @@ from spkv_nas.evaluation.ranking import MIN_DOCUMENTS
 from spkv_nas.report.formatting import change, with_minus, without_folder
 from spkv_nas.report.inputs import ReportInputs, ResultFile, result_files
 
-COMPARISON, SEARCH, SCORES, VERDICT = "comparison", "search", "scores", "verdict"
+COMPARISON = "comparison"
+SEARCH = "search"
+SCORES = "scores"
+VERDICT = "verdict"
 _UNTRAINED = "not retrained"
 _BIASED = ", partly on documents that layouts were selected on, which may favour them"
-_HELD_OUT, _SELECTION = (
-    ", on held-out documents not used for selection",
-    ", on the text that the search selected on",
-)
+_HELD_OUT = ", on held-out documents not used for selection"
+_SELECTION = ", on the text that the search selected on"
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,9 +38,8 @@ class Result:
     delta: float  # NLL relative to the baseline of its ``Evidence``, in percent; NaN: unknown
     error: float = math.nan  # standard error of ``delta``, in percentage points; NaN: unknown
     num_global: float = math.nan  # number of global KV heads; NaN: unknown
-    mask: arrays.Mask | None = (
-        None  # bool [L, Hkv], the global heads; None if only the layout's name is known
-    )
+    # Bool [L, Hkv], the global heads; None if only the layout's name is known
+    mask: arrays.Mask | None = None
     nll: float = math.nan  # nats per token; NaN: unknown
     measured: tuple[
         Measurement, ...
@@ -131,7 +131,8 @@ def _search_evidence(inputs: ReportInputs) -> Iterator[Evidence]:
     """Yield the evidence of each fidelity of a search, full retraining first."""
     if inputs.search is None:
         return
-    record, rows = inputs.search_record, inputs.search
+    record = inputs.search_record
+    rows = inputs.search
     steps_by_fidelity = record.get("steps") or {}
     # Read the numbers of held-out documents, and of those that selected
     held_out = _number(record.get("num_documents")), _number(record.get("effective_documents"))
@@ -169,14 +170,16 @@ def _comparison_evidence(inputs: ReportInputs) -> Iterator[Evidence]:
     """Yield the evidence of each number of steps in the comparison."""
     if inputs.comparison is None:
         return
-    baseline, heldout = counted_from(inputs.comparison), inputs.record.get("heldout") or {}
+    baseline = counted_from(inputs.comparison)
+    heldout = inputs.record.get("heldout") or {}
     documents = _number(heldout.get("documents")), _number(heldout.get("effective_documents"))
     is_layout = ~inputs.comparison["strategy"].isin(BASELINES)
     rows = inputs.comparison[is_layout & inputs.comparison["nll"].notna()]
     for steps, group in rows.groupby("steps", dropna=False):
         results = []
         for row in group.to_dict("records"):
-            name, num_global = row["strategy"], row["num_global"]
+            name = row["strategy"]
+            num_global = row["num_global"]
             layout = inputs.layouts.get(name)
             # Ignore a file that was replaced by a layout of another budget
             if layout is not None and num_global >= 0 and num_global != layout.num_global:

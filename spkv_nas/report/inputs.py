@@ -50,10 +50,8 @@ class ResultFile:
 
     def layout(self, name: str, heads: str) -> Layout | None:
         """Return a layout of the table, from its ``words``; None if its window was not recorded."""
-        recorded, sinks = (
-            self.record.get("layouts", {}).get(name, {}),
-            self.record.get("sinks") or 0,
-        )
+        recorded = self.record.get("layouts", {}).get(name, {})
+        sinks = self.record.get("sinks") or 0
         window = recorded.get("window", self.record.get("windows", {}).get(name))
         number = recorded.get("sinks", sinks.get(name, 0) if isinstance(sinks, Mapping) else sinks)
         try:
@@ -80,9 +78,8 @@ class ReportInputs:
 
     table: head_scores.HeadScores  # head scores of the reference model
     layouts: Mapping[str, Layout]  # layouts by name, which is their strategy in the comparison
-    comparison: pd.DataFrame | None = (
-        None  # retrained layouts, with every column once checked; None before training
-    )
+    # Retrained layouts, with every column once checked; None before training
+    comparison: pd.DataFrame | None = None
     record: Mapping[str, Any] = field(default_factory=dict)  # content of ``comparison.yaml``
     probe_pairs: pd.DataFrame | None = None  # comparison of probes; None without one
     search: pd.DataFrame | None = None  # table of a search; None without one

@@ -134,7 +134,9 @@ def _costs(inputs: ReportInputs, keys: Mapping[object, int]) -> list[str] | None
 
 def _layout_file(inputs: ReportInputs, result: Result) -> list[str]:
     """Return name, exact coverage in percent, hash, and the text around its rows; [] if it cannot be a file."""
-    table, name, record = inputs.table, result.name, inputs.search_record
+    table = inputs.table
+    name = result.name
+    record = inputs.search_record
     layout = inputs.layouts.get(name)
     if layout is None or layout.windows or layout.global_mask.tobytes() != result.key:
         # Give a layout that was only measured its name, window and sink tokens: those of the search, or of the probe
@@ -177,7 +179,8 @@ def _signal(table: head_scores.HeadScores, inputs: ReportInputs) -> dict[str, An
     if not tables:
         return None
     # Thresholds of the probe and of the page
-    measure, scale = table.measure, table.measure.scale
+    measure = table.measure
+    scale = table.measure.scale
     start_tau = (page_table if page_table.name == table.name else table).tau
     table_taus = np.array([each.tau for each in tables])
     probe_tau, start = (int(abs(table_taus - tau).argmin()) for tau in (table.tau, start_tau))
@@ -245,7 +248,8 @@ def tables_at_thresholds(tables: list[head_scores.HeadScores]) -> dict[str, Any]
     The ``levels`` are by part of the text, head and threshold, where the parts are all text and, if there are several,
     the domains. The ``order`` is by threshold, as the ``coverage``: what each head in this order adds, in 1e-4.
     """
-    measure, domains = tables[0].measure, tables[0].domains
+    measure = tables[0].measure
+    domains = tables[0].domains
     # Quantise the scores of all text, and of each domain
     by_part = [[levels(table.values, measure) for table in tables]]
     if len(domains) > 1:

@@ -65,7 +65,9 @@ def write_report(
 
 def _charts(inputs: ReportInputs, verdict: Verdict) -> Groups:
     """Return every chart that has data, by the section of the page that shows it."""
-    table, compared, search = inputs.table, inputs.comparison, inputs.search
+    table = inputs.table
+    compared = inputs.comparison
+    search = inputs.search
     has_cost = search is not None and bool(search["cost"].notna().all())
     chosen = answer.answer_layout(inputs, verdict)
     groups: dict[str, list[Chart | Panels | None]] = {
@@ -127,7 +129,8 @@ def _render(
         key=lambda layout: -np.nan_to_num(inputs.covered[layout[0]]),
     )
     # Fill the template
-    explorer, folder = layout_explorer.explorer_data(inputs, verdict), Path(__file__).parent
+    explorer = layout_explorer.explorer_data(inputs, verdict)
+    folder = Path(__file__).parent
     shown = {
         "inputs": inputs,
         "table": table,

@@ -30,7 +30,8 @@ _WIDEST = 1048  # greatest width of a map's cells on the page
 _FILLED = 0.92  # painted share of a cell's width and height
 _ON = {"#000": "on-light", "#fff": "on-dark"}  # CSS class of text on a shade
 _SWATCH = 20.0  # height of a line of the legend of windows, and width of its colour
-_SCALE, _LETTER = 220.0, 6.5  # length of a colour scale, and width of a letter below it
+_SCALE = 220.0  # length of a colour scale
+_LETTER = 6.5  # width of a letter below it
 _VARIABLES = {colour: f"var(--{tone})" for tone, colour in TONES.items()} | {
     "#ffffff": "var(--card)"
 }
@@ -49,7 +50,9 @@ class PageRenderer(RendererBase):
     def __init__(self, root: Element, width: float, height: float) -> None:
         """Append to ``root``, an ``svg`` element of the figure's size."""
         super().__init__()
-        self._root, self._size, self._gids = root, (width, height), [""]
+        self._root = root
+        self._size = (width, height)
+        self._gids = [""]
         self._flip = Affine2D().scale(1, -1).translate(0, height)
         self._last: tuple[dict[str, str], Element] | None = None
 
@@ -93,14 +96,14 @@ class PageRenderer(RendererBase):
     ) -> None:
         """Write a mark at every vertex: one by one if they have tooltips, dots without as one path."""
         # Find the shape, the style and the centres
-        shape, style = (
-            marker_path.transformed(marker_trans + Affine2D().scale(1, -1)),
-            _style(gc, rgbFace),
-        )
+        shape = marker_path.transformed(marker_trans + Affine2D().scale(1, -1))
+        style = _style(gc, rgbFace)
         centres: Any = path.transformed(trans + self._flip).vertices
         codes: Any = shape.codes
-        is_round, radius = bool(np.isin(Path.CURVE4, codes)), shape.get_extents().width / 2
-        reference, clip = self._reference(), self._clip(gc)
+        is_round = bool(np.isin(Path.CURVE4, codes))
+        radius = shape.get_extents().width / 2
+        reference = self._reference()
+        clip = self._clip(gc)
         # Write dots without tooltips as one path, whose round line ends are the dots
         if is_round and "stroke" not in style and "data-mark" not in reference:
             dots = [(round(x), round(y)) for x, y in centres]
@@ -115,12 +118,11 @@ class PageRenderer(RendererBase):
         # Write other marks one by one, in a group that has their style
         group = self._root
         if is_round or reference:
-            group, self._last = add(self._root, "g", **style), None
+            group = add(self._root, "g", **style)
+            self._last = None
         for index, (x, y) in enumerate(centres):
-            each, mark = (
-                {key: f"{value},{index}" for key, value in reference.items()},
-                Affine2D().translate(x, y),
-            )
+            each = {key: f"{value},{index}" for key, value in reference.items()}
+            mark = Affine2D().translate(x, y)
             if is_round:
                 add(group, "circle", cx=x, cy=y, r=radius, **each)
             elif each:
@@ -142,10 +144,8 @@ class PageRenderer(RendererBase):
         """Write a text at its anchor, as its width is only estimated."""
         across = mtext.get_transform().transform(mtext.get_unitless_position())
         x, y = (x, self._flip.transform(across)[1]) if angle else (across[0], y)
-        size, anchor = (
-            prop.get_size_in_points(),
-            {"center": "middle", "right": "end"}.get(mtext.get_ha()),
-        )
+        size = prop.get_size_in_points()
+        anchor = {"center": "middle", "right": "end"}.get(mtext.get_ha())
         attributes: dict[str, Any] = {"text_anchor": anchor} if anchor else {}
         attributes |= (
             {"transform": f"translate({px(x)} {px(y)}) rotate(-{angle:g})"}
@@ -158,7 +158,8 @@ class PageRenderer(RendererBase):
 
     def _clip(self, gc: GraphicsContextBase) -> Bbox | None:
         """Return the box beyond which nothing is drawn."""
-        box, height = gc.get_clip_rectangle(), self._size[1]
+        box = gc.get_clip_rectangle()
+        height = self._size[1]
         return (
             None
             if box is None
@@ -216,7 +217,8 @@ def _dust(dots: list[tuple[int, int]]) -> str:
     path, (left, top) = "", (0, 0)
     for x, y in dots:
         path += f"m{x - left}{' ' if y >= top else ''}{y - top}z"
-        left, top = x, y
+        left = x
+        top = y
     return path
 
 
@@ -235,7 +237,8 @@ def draw_chart(chart: Chart) -> Markup:
 
 def draw_scale(measure: Measure) -> Markup:
     """Return the colour scale of a table's map."""
-    scale, quantity = measure.scale, f"{measure.title}, {measure.shown}"
+    scale = measure.scale
+    quantity = f"{measure.title}, {measure.shown}"
     width = px(_LEFT + max(_SCALE, _LETTER * len(quantity)) + 24)
     sizes = {"viewBox": f"0 0 {width} 54", "width": width}
     root = Element("svg", {"class": "scale", "role": "img", "aria-labelledby": "scale-t", **sizes})
@@ -295,11 +298,13 @@ def draw_windows(layout: Layout) -> Markup:
 def draw_map(chart: Chart, cells: Heatmap) -> Element:
     """Return a chart's cells with the names of its rows and columns."""
     # Sizes
-    columns, rows = len(cells.values[0]), len(cells.values)
+    columns = len(cells.values[0])
+    rows = len(cells.values)
     step = float(min(48, max(26, _WIDEST // columns))) if cells.written else 18.0
     left, top = (_LEFT, 4.0) if cells.written else (20.0 if chart.y.ticks else 0.0, 6.0)
     foot = 20 if cells.written else 18 if chart.x.ticks else 4
-    width, height = left + columns * step + 4, top + rows * step + foot
+    width = left + columns * step + 4
+    height = top + rows * step + foot
     root = svg(chart, "map" if cells.written else "small", width, height)
     root.set("width", px(width if cells.written else 1.4 * width))
     # Cells, with their values or the marks of a layout
@@ -403,7 +408,8 @@ def add(parent: Element, tag: str, text: str | None = None, **attributes: Any) -
     child = ElementTree.SubElement(parent, tag)
     for key, value in attributes.items():
         child.set(key.rstrip("_").replace("_", "-"), value if isinstance(value, str) else px(value))
-    child.text, child.tail = text, "\n"
+    child.text = text
+    child.tail = "\n"
     return child
 
 

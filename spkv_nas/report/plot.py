@@ -40,7 +40,8 @@ TONES: dict[
 }
 CHOSEN = "#d6006c"
 SHADES = 65
-LETTER, LINE = 6.6, 15.0  # average width of a letter, and height of a line of text
+LETTER = 6.6  # average width of a letter
+LINE = 15.0  # height of a line of text
 _FAINT = 0.6  # names may cover marks of lower opacity
 _LEADER: dict[str, Any] = {
     "arrowstyle": "-",
@@ -156,7 +157,8 @@ def _size(chart: Chart) -> tuple[float, float]:
     cells = chart.heatmap
     if cells is None:
         return chart.width, chart.height + LINE * (_legend_shape(chart)[0] + bool(chart.heading))
-    rows, columns = len(cells.values), len(cells.values[0])
+    rows = len(cells.values)
+    columns = len(cells.values[0])
     if not cells.written:
         return max(330, 65 + 17 * columns), 68 + 17 * rows
     return max(430, (137 if cells.legend else 86) + 30 * columns), 72 + 30 * max(rows, 3)
@@ -251,7 +253,8 @@ def _draw_mark(ax: axes.Axes, mark: Any, name: str) -> None:
 
 
 def _point_style(points: Points) -> dict[str, Any]:
-    colour, marker = TONES[points.tone], _MARKERS[points.shape]
+    colour = TONES[points.tone]
+    marker = _MARKERS[points.shape]
     size = (2.4 if points.shape == "triangle" else 2.0) * points.size
     style = {
         "color": colour,
@@ -264,7 +267,8 @@ def _point_style(points: Points) -> dict[str, Any]:
     if points.hollow:
         style["markerfacecolor"], edge, width = "white", colour, 1.6
     elif points.shape == "stroke":
-        edge, width = colour, 3.0
+        edge = colour
+        width = 3.0
     return {**style, "markeredgecolor": edge, "markeredgewidth": width, "alpha": points.opacity}
 
 
@@ -329,7 +333,8 @@ def _draw_map(ax: axes.Axes, chart: Chart, cells: Heatmap) -> None:
 
 def _draw_names(ax: axes.Axes, chart: Chart) -> None:
     """Write the names of rules and points; a name of a point that finds no room is left out."""
-    occupied, inside = _obstacles(ax), ax.get_window_extent()
+    occupied = _obstacles(ax)
+    inside = ax.get_window_extent()
     to_points: Any = ax.transData.transform
     for mark in chart.marks:
         match mark:
@@ -375,7 +380,8 @@ def _write(
     gap: float = 10,
 ) -> bool:
     """Write a name right or left of ``at``, at the first free height; return whether there was one."""
-    width, inside = LETTER * len(name), ax.get_window_extent()
+    width = LETTER * len(name)
+    inside = ax.get_window_extent()
     for height in heights:
         for left in (gap, -gap - width):
             # Look for a box that overlaps nothing
@@ -406,10 +412,8 @@ def _obstacles(ax: axes.Axes) -> list[Bbox]:
     """Return the boxes of bars, lines and points that names should avoid."""
     boxes = [bar.get_window_extent() for bar in ax.patches]
     for drawn in ax.lines:
-        path, is_line = (
-            drawn.get_path().transformed(drawn.get_transform()),
-            drawn.get_linestyle() != "None",
-        )
+        path = drawn.get_path().transformed(drawn.get_transform())
+        is_line = drawn.get_linestyle() != "None"
         if is_line:
             path, reach = path.interpolated(24), 2
         elif (drawn.get_alpha() or 1.0) > _FAINT:

@@ -41,7 +41,8 @@ def coverage_nll_chart(
 ) -> Chart | None:
     """Return coverage of a comparison's rows, summing ``noun``, against NLL increase; None if no row has both."""
     rows = comparison.dropna(subset=["coverage_percent", "delta_nll_percent"])
-    baseline, marks = counted_from(comparison), []
+    baseline = counted_from(comparison)
+    marks = []
     # Draw a group of points for each shape of marks
     for style in (LAYOUT, *SHAPES.values()):
         group = rows[[SHAPES.get(strategy, LAYOUT) is style for strategy in rows["strategy"]]]
@@ -316,7 +317,8 @@ def retrained_charts(rows: pd.DataFrame) -> chart.Panels | None:
     if retrained.empty:
         return None
     # Axes
-    value, error = retrained["full_delta_percent"], retrained["full_standard_error"].fillna(0.0)
+    value = retrained["full_delta_percent"]
+    error = retrained["full_standard_error"].fillna(0.0)
     nll_axis = chart.spread_axis(
         "ΔNLL after full retraining, %", (value - error).min(), (value + error).max()
     )
@@ -332,7 +334,8 @@ def retrained_charts(rows: pd.DataFrame) -> chart.Panels | None:
     charts = []
     for name, (column, axis) in predictors.items():
         if retrained[column].notna().any():
-            title, marks = f"{capitalized(name)} and retrained NLL", _by_sampler(retrained, column)
+            title = f"{capitalized(name)} and retrained NLL"
+            marks = _by_sampler(retrained, column)
             note = "Bars: one standard error."
             charts.append(
                 Chart(f"search-retrained-{name}", title, axis, nll_axis, marks, note=note)

@@ -35,8 +35,10 @@ def key_numbers(inputs: ReportInputs, verdict: Verdict) -> list[tuple[str, str, 
     """Return (value, description, glossary key or "") of the numbers at the top of the page, the verdict's last."""
     table = inputs.table
     # Describe the mean score in the unit of its signal
-    measure, factor = table.measure, table.measure.scale.factor
-    description, percent = f"mean {measure.noun}", " %"
+    measure = table.measure
+    factor = table.measure.scale.factor
+    description = f"mean {measure.noun}"
+    percent = " %"
     if table.is_density:
         description += f" at τ = {table.tau:g}"
     elif not measure.is_share:
@@ -208,7 +210,8 @@ def _flatten(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
 
 def findings(record: Mapping[str, Any]) -> list[str]:
     """Return the rank correlations that ``comparison.yaml`` records, in a sentence."""
-    recorded, zero_shot = record.get("rank_correlation"), record.get("zero_shot_rank_correlation")
+    recorded = record.get("rank_correlation")
+    zero_shot = record.get("zero_shot_rank_correlation")
     if recorded is None:
         return []
     over = f" over {recorded['layouts']} layouts" if "layouts" in recorded else ""
@@ -221,11 +224,9 @@ def findings(record: Mapping[str, Any]) -> list[str]:
 
 def _with_uncertainty(recorded: Mapping[str, Any]) -> str:
     """Return a rank correlation with its interval or, below ``MIN_ITEMS`` layouts, its p-value, if recorded."""
-    text, interval, p_value = (
-        signed(recorded["rho"], 2),
-        recorded.get("interval"),
-        recorded.get("p_value"),
-    )
+    text = signed(recorded["rho"], 2)
+    interval = recorded.get("interval")
+    p_value = recorded.get("p_value")
     if recorded.get("layouts", MIN_ITEMS) < MIN_ITEMS or interval is None:
         return (
             text
@@ -265,7 +266,8 @@ def glossary(
     inputs: ReportInputs, verdict: Verdict, chosen: Layout | None = None
 ) -> dict[str, tuple[str, str]]:
     """Return (title, meaning) of each term that the page uses, by key; windows are those of the headline's layout."""
-    table, measure = inputs.table, inputs.table.measure
+    table = inputs.table
+    measure = inputs.table.measure
     clipping = "" if table.is_density else " (0 where it is negative)"
     sinks = (
         f"the first tokens of a sequence (sink tokens: {table.sinks}) and " if table.sinks else ""

@@ -46,9 +46,8 @@ class Verdict:
     sentences: tuple[
         str, ...
     ] = ()  # what was measured on too little, and how the layout compares with others
-    layout: Result | None = (
-        None  # the layout that the page is about, as ``conclude`` chooses it; None if there is none
-    )
+    # The layout that the page is about, as ``conclude`` chooses it; None if there is none
+    layout: Result | None = None
     evidence: Evidence | None = None  # the evidence that decided; None if no loss was measured
     has_rivals: bool = False  # whether other layouts of the same budget were measured
     close: tuple[str, ...] = ()  # names of those that are not clearly behind
@@ -119,7 +118,8 @@ def conclude(inputs: ReportInputs) -> Verdict:
         return _answer(inputs, best, source, (*warnings, *_of_others(best, everything)))
     # Without layouts, the scores
     if not inputs.layouts:
-        table, measure = inputs.table, inputs.table.measure
+        table = inputs.table
+        measure = inputs.table.measure
         mean = f"{measure.scale.factor * table.mean:.1f}, in {measure.shown}"
         return Verdict(
             (f"The mean {measure.noun} of {table.num_heads} KV heads is {mean}.", "", ""), warnings
@@ -189,7 +189,8 @@ def _about(
 ) -> Verdict:
     """Say how much memory a layout saves, what it loses, and how ``others`` of its budget compare."""
     # Compute the saved memory and the coverage
-    table, size = inputs.table, ""
+    table = inputs.table
+    size = ""
     if not math.isnan(layout.num_global):
         reach = f"{layout.reach}, " if layout.reach else ""
         saving = (

@@ -21,7 +21,8 @@ _MARKS = {
     "open": ("square", "muted"),
 }
 _REACH = 4.0  # largest loss that an axis shows, in margins; what is beyond it is drawn at its end
-_HEIGHT, _ROW = 96.0, 30.0  # height of a card without rows, and of a row
+_HEIGHT = 96.0  # height of a card without rows
+_ROW = 30.0  # height of a row
 _MAX_NAMED = 4
 _INTERVALS = (
     "Both were measured on the same samples in random order, until the answer was known. Intervals hold at any time "
@@ -75,7 +76,8 @@ def verdict_section(name: str, rows: pd.DataFrame, record: Record) -> chart.Sect
 
 def budget_section(name: str, rows: pd.DataFrame, record: Record) -> chart.Section:
     """Return the section of ``critical-budget.csv``."""
-    number, risk = len(record.get("layouts", {})), 100 * record.get("risk", math.nan)
+    number = len(record.get("layouts", {}))
+    risk = 100 * record.get("risk", math.nan)
     about = (
         f"The smallest of {number} budgets was looked for by bisection, on the same samples in random order. A wrong "
         f"pass, and a wrong failure, has a probability of at most {risk:g} % each for all of them together; ends that "
@@ -98,10 +100,12 @@ def _size(recorded: Record) -> str:
 
 def _card(name: str, criterion: str, group: pd.DataFrame, record: Record) -> chart.Chart:
     """Return the card of a criterion: the loss of every candidate with its interval, and the margin."""
-    unit, margin = str(group["unit"].iloc[0]), float(group["margin"].iloc[0])
+    unit = str(group["unit"].iloc[0])
+    margin = float(group["margin"].iloc[0])
     # Crop the axis where ends lie far beyond the margin
     ends = group[["low", "high", "loss"]].clip(-_REACH * margin, _REACH * margin)
-    low, high = min(0.0, ends.min(axis=None)), max(margin, ends.max(axis=None))
+    low = min(0.0, ends.min(axis=None))
+    high = max(margin, ends.max(axis=None))
     axis = chart.round_axis(f"Loss, {unit}", low, high, padded=True)
     # Name the candidates, and summarise their answers
     names = [f"{short(label, 28)} " for label in group["label"]]
@@ -132,7 +136,8 @@ def _marks(
     unknown = {"low": -np.inf, "high": np.inf}
     shown = rows[["low", "high", "loss"]].fillna(unknown).clip(axis.low, axis.high)
     # Mark allowed losses, zero and the margin
-    bottom, top = -0.5, len(rows) - 0.5
+    bottom = -0.5
+    top = len(rows) - 0.5
     yield chart.Band(
         (axis.low, margin), (bottom, bottom), (top, top), "below the margin", opacity=0.08
     )
@@ -186,11 +191,10 @@ def _sentences(measured: list[Measurement], record: Record) -> Iterable[str]:
             [each for each in measured if each.candidate == candidate], answer
         )
         yield with_minus(f"{candidate} {verb}: {reason}.")
-    risk, left_out, unknown = (
-        record.get("risk"),
-        record.get("left_out"),
-        record.get("unrecorded", ()),
-    )
+    risk = record.get("risk")
+    left_out = record.get("left_out")
+    unknown = record.get("unrecorded", ())
     if risk is not None and left_out is not None:
-        documents, selected_by = left_out.get("documents", 0), left_out.get("selected_by", ())
+        documents = left_out.get("documents", 0)
+        selected_by = left_out.get("selected_by", ())
         yield f"{capitalized(words.basis(risk, words.shared_by(len(answers)), documents, selected_by, unknown))}."

@@ -139,7 +139,8 @@ def compare_with_engine(
     # Ask the engine
     prompt = _prompt(model, max(expected.legend.values()), num_prompt)
     answer = _ask(folder, engine, prompt, python)
-    new_tokens, engine_logprobs = answer["tokens"], torch.tensor(answer["logprobs"])
+    new_tokens = answer["tokens"]
+    engine_logprobs = torch.tensor(answer["logprobs"])
     # Compare it with the model, and with the model without the layout
     tokens = torch.tensor([[*prompt, *new_tokens]])
     reference = _Reference(model, expected, tokens, is_native=saved is None)
@@ -163,7 +164,8 @@ def compare_with_engine(
 def native_layout(config: PreTrainedConfig) -> Layout | None:
     """Return the layout in the ``layer_types`` of a native form; None if no layer slides."""
     text = config.get_text_config()
-    kinds, window = getattr(text, "layer_types", None) or [], getattr(text, "sliding_window", None)
+    kinds = getattr(text, "layer_types", None) or []
+    window = getattr(text, "sliding_window", None)
     if "sliding_attention" not in kinds or not window:
         return None
     pairs = zip(kinds, model_shape.config_shape(config).heads_per_layer, strict=True)
@@ -184,7 +186,10 @@ class _Reference:
         The windows in the config of a native form are a layout's, and limit no other layout, as those of a dense
         checkpoint would.
         """
-        self.model, self.layout, self.tokens, self.is_native = model, layout, tokens, is_native
+        self.model = model
+        self.layout = layout
+        self.tokens = tokens
+        self.is_native = is_native
         self.states: list[LayerState] = layer_states(model)
         self.learned = [state.learned_sinks for state in self.states]
         self.windows: Windows = tuple(state.head_windows(gated=False) for state in self.states)
@@ -193,7 +198,8 @@ class _Reference:
                 tuple(w or GLOBAL_WINDOW for w in row) for row in layout.head_windows
             )
             for state in self.states:
-                state.native_window, state.is_always_local = None, False
+                state.native_window = None
+                state.is_always_local = False
         rows = zip(self.states, self.windows, strict=True)
         self.has_sinks = layout.sinks > 0 and any(
             takes_sinks(state, window) for state, row in rows for window in row
@@ -343,7 +349,8 @@ def _ask(folder: Path, engine: str, prompt: list[int], python: StrPath | None) -
         text = f"import spkv_nas\n{text}"
     # Run it in a scratch folder
     with tempfile.TemporaryDirectory() as scratch:
-        request, answer = Path(scratch) / "request.json", Path(scratch) / "answer.json"
+        request = Path(scratch) / "request.json"
+        answer = Path(scratch) / "answer.json"
         request.write_text(
             json.dumps({"folder": str(folder.resolve()), "tokens": prompt, "steps": _STEPS})
         )

@@ -17,7 +17,8 @@ def run(options: CalibrateOptions, reporter: progress.Reporter) -> commands.Resu
     """Time the attention of a level or model on this machine and write ``reports/<name>/``."""
     # Describe an attention layer of the model
     subject = sized_model.SizedModel.of(options.level, options.model)
-    shape, device = subject.shape, choose_device(options.device)
+    shape = subject.shape
+    device = choose_device(options.device)
     if shape.expanded_dim:
         raise UserError(
             f"{subject.name} has latent attention, which is not timed: plan attention without --times"

@@ -54,7 +54,8 @@ def command_line(options: object) -> str:
     arguments: list[str] = []
     switches: list[str] = []
     for field in sorted(fields(options), key=lambda field: field.name in _LAST):  # type: ignore[arg-type]
-        value, flag = getattr(options, field.name), hints[field.name].__metadata__[0]
+        value = getattr(options, field.name)
+        flag = hints[field.name].__metadata__[0]
         if value is None or value == field.default:
             continue
         if flag.argument:
@@ -140,9 +141,8 @@ class Command:
     # ``check`` beside the dataclass checks the options first. If the dataclass derives from ``Trains``, ``plan`` in the
     # module that runs it plans a ``--dry-run``
     run: Callable[[Any, progress.Reporter], Results | None]
-    distributed: bool = (
-        False  # of an evaluation: whether several processes of torchrun can share the work
-    )
+    # Of an evaluation: whether several processes of torchrun can share the work
+    distributed: bool = False
 
 
 @dataclass(frozen=True)

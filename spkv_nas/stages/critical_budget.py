@@ -161,7 +161,8 @@ def check_memory(options: CriticalBudgetOptions) -> None:
     if not text.startswith(MEMORY):
         return
     # Describe the cache by the model's config
-    size, requirements = checkpoint.read_size(options.model), _requirements(options, Proposal({}))
+    size = checkpoint.read_size(options.model)
+    requirements = _requirements(options, Proposal({}))
     heads = size.heads.heads_per_layer
     layers = local_layers.config_layers(size.native_windows or [None] * len(heads))
     facts = local_layers.cache_facts(layers, heads, [size.shape.head_dim] * len(heads))
@@ -287,10 +288,8 @@ def _layouts(
         files.layouts
         or budget_curve(table, requirements, parse_budgets(text, table.num_candidates)).layouts
     )
-    has_several, full = (
-        any(layout.windows for layout in by_name.values()),
-        cost.full(table.num_heads),
-    )
+    has_several = any(layout.windows for layout in by_name.values())
+    full = cost.full(table.num_heads)
     names: dict[float, str] = {}
     for name, layout in by_name.items():
         size = (
@@ -361,7 +360,8 @@ def _memory(
     length = subject.sequence_length(options)
     positions = checkpoint.read_size(options.model).positions or length
     cost = _cache_cost(requirements, table, layout)
-    full, used = cost.full(table.num_heads), _kv_bytes(cost, layout, table)
+    full = cost.full(table.num_heads)
+    used = _kv_bytes(cost, layout, table)
     sentence = (
         f"{units.format_bytes(used)} of keys and values at {cost.context:,} tokens x {cost.batch}; "
     )
@@ -393,7 +393,8 @@ def _kv_bytes(cost: CacheCost, layout: Layout, table: head_scores.HeadScores) ->
 
 def _requirements(options: CriticalBudgetOptions, files: Proposal) -> Requirements:
     """Return the granularity of the layouts, and the cache; its sizes default to the model's."""
-    size, dtype = checkpoint.read_size(options.model), checkpoint.saved_dtype(options.model)
+    size = checkpoint.read_size(options.model)
+    dtype = checkpoint.saved_dtype(options.model)
     layerwise = bool(files.layouts) and all(
         layout.is_layerwise for layout in files.layouts.values()
     )
@@ -487,11 +488,13 @@ def open_budgets(result: BudgetResult) -> list[float]:
 
 def _sentences(result: BudgetResult) -> list[str]:
     """Return the answer, what it saves, and what it rests on."""
-    number, looks = len(result.budgets), len(result.critical.looks)
+    number = len(result.budgets)
+    looks = len(result.critical.looks)
     shared = (
         f" for all {number} budgets together, of which {looks} were looked at" if number > 1 else ""
     )
-    compared, selected_by = result.compared, result.compared.selected.by
+    compared = result.compared
+    selected_by = result.compared.selected.by
     basis = words.basis(result.risk, shared, compared.num_left_out, selected_by, result.unrecorded)
     saving = "" if result.memory is None else f"it needs {console.escape(result.memory.sentence)}"
     if result.memory is not None and result.memory.untested is not None:
@@ -501,7 +504,9 @@ def _sentences(result: BudgetResult) -> list[str]:
 
 def _answer(result: BudgetResult) -> str:
     """Return the critical budget with the interval around it."""
-    passes, fails, unknown = result.passes, result.fails, open_budgets(result)
+    passes = result.passes
+    fails = result.fails
+    unknown = open_budgets(result)
     margins, any_margin = (
         word.join(map(console.escape, result.margins)) for word in (" and ", " or ")
     )

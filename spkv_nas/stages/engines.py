@@ -35,7 +35,8 @@ class Served:
     @property
     def settings(self) -> str:
         """Return a clause on the pages and the tokens in flight."""
-        size, number = self.cache.page_size, self.cache.in_flight
+        size = self.cache.page_size
+        number = self.cache.in_flight
         return f"pages of {size} tokens (page-size), {number:,} tokens in flight (in-flight-tokens)"
 
     def cells(self, plan: CachePlan) -> tuple[str, ...]:
@@ -51,7 +52,8 @@ class Served:
 
     def document(self, name: str) -> dict[str, Any]:
         """Return the engine, the cache, and the rows with their sizes under ``name``."""
-        memory, rows = self.memory, []
+        memory = self.memory
+        rows = []
         for about, plan in self.rows:
             concurrency = None if memory is None else plan.concurrency(memory)
             tokens = None if memory is None else plan.tokens(self.cache, memory)

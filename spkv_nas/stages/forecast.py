@@ -65,16 +65,16 @@ def plan_probe(
     signal = probe.chosen_signal(options)
     subject = Subject.of(options, REFERENCE, "probe on")
     device = choose_device(options.device)
-    data, base = subject.recipe.data, subject.base
+    data = subject.recipe.data
+    base = subject.base
     if options.data:
         length = subject.length
-        data, base = DataConfig(sources=[*options.data], block_size=length), Path()
+        data = DataConfig(sources=[*options.data], block_size=length)
+        base = Path()
     # Describe the model and this machine
-    size, gates, memory = (
-        read_size(subject.source),
-        read_gates(subject.source),
-        available_bytes(device),
-    )
+    size = read_size(subject.source)
+    gates = read_gates(subject.source)
+    memory = available_bytes(device)
     num_bytes = item_bytes(subject.source, Site(device, memory), options.dtype)
     reporter.announce("timing a matrix product")
     speed = step_cost.EFFICIENCY * step_cost.matmul_speed(device, bfloat16=num_bytes == BFLOAT16)
@@ -158,13 +158,15 @@ def item_bytes(source: str, site: Site, dtype: str | None) -> int:
 def show(result: Forecast) -> None:
     """Print memory, tokens, FLOPs and time of every stage, and what to change where one does not fit."""
     # Model
-    size, heads = result.size, result.size.heads
+    size = result.size
+    heads = result.size.heads
     console.out.print(
         f"[bold]{console.escape(result.name)}[/bold]: {size.num_parameters:,} parameters, "
         f"{heads.words}; {result.num_predictor_parameters:,} of predictors"
     )
     # Table of stages
-    site, fits_title = result.site, f"fits in\n{result.site.memory / 1e9:.3g} GB"
+    site = result.site
+    fits_title = f"fits in\n{result.site.memory / 1e9:.3g} GB"
     where = site.name if site.devices == 1 else f"{site.name}, training on {site.devices}"
     grid = console.Table(
         "", "memory", "tokens", "FLOPs", "time", fits_title, title=f"cost of each stage on {where}"

@@ -24,15 +24,11 @@ def run(options: InitOptions, reporter: progress.Reporter) -> commands.Result:
     """Write a first recipe, and plan the runs that follow from it; ``UserError`` for too little text or time."""
     # Draft the recipe
     base = options.out.parent
-    model, sources = (
-        record.absolute(options.model),
-        tuple(_source_from(base, source) for source in options.data),
-    )
+    model = record.absolute(options.model)
+    sources = tuple(_source_from(base, source) for source in options.data)
     reporter.announce("counting the tokens of the text")
-    size, text = (
-        checkpoint.read_size(model),
-        count_text(sources, base, checkpoint.load_tokenizer(model)),
-    )
+    size = checkpoint.read_size(model)
+    text = count_text(sources, base, checkpoint.load_tokenizer(model))
     draft = Draft.of(
         options.name or _recipe_name(options.model),
         model,
@@ -81,7 +77,8 @@ def _fit_memory(
     while True:
         # Count the blocks that fit at once
         recipe = draft.recipe(base)
-        runs, announce = options.folders.run_dir(recipe.name), reporter.announce
+        runs = options.folders.run_dir(recipe.name)
+        announce = reporter.announce
         planner = run_plan.Planner(
             recipe, base, runs, device=options.device, announce=announce, text=draft.text
         )
@@ -98,7 +95,8 @@ def _fit_memory(
 
 def _heldout_passes(planner: run_plan.Planner) -> tuple[run_plan.PlannedRun, run_plan.PlannedRun]:
     """Return the runs on held-out text: head gates, and zero-shot scores of the layouts."""
-    dense, scored = variants.Variant.full_attention(), 1 + _num_layouts()
+    dense = variants.Variant.full_attention()
+    scored = 1 + _num_layouts()
     learning = defaults.HEAD_GATE_STEPS, defaults.LEARNING_TOKENS, defaults.FROZEN_STEP_PASSES
     head_gates = planner.heldout_pass(defaults.RECOMMENDED, dense, *learning)
     return head_gates, planner.heldout_pass("zero-shot scores", dense, scored)
@@ -112,7 +110,8 @@ def _steps_in_time(planner: run_plan.Planner, seconds: float) -> int:
         variants.Variant.full_attention(),
         *[_any_layout(planner)] * _num_layouts(),
     )
-    batch_size, steps = planner.recipe.branch.batch_size, planner.recipe.branch.steps
+    batch_size = planner.recipe.branch.batch_size
+    steps = planner.recipe.branch.steps
     step_seconds = sum(planner.cost(variant).seconds(batch_size) for variant in trained)
     runs = [*(planner.new_branch("", variant) for variant in trained), *_heldout_passes(planner)]
     fixed_seconds = sum(run.seconds for run in runs) - steps * step_seconds

@@ -127,10 +127,8 @@ def diff(options: DiffOptions, reporter: progress.Reporter) -> Result:
     """Run ``layout diff``: compare two layouts of one model head by head."""
     files = options.a, options.b
     (first,), (second,) = (read_layout(file).layouts.values() for file in files)
-    compared, exit_code = (
-        (first, second, Difference.of(first, second)),
-        int(first.hash != second.hash),
-    )
+    compared = (first, second, Difference.of(first, second))
+    exit_code = int(first.hash != second.hash)
     return Result(
         compared, partial(_show_difference, files), _difference_document, exit_code=exit_code
     )

@@ -59,7 +59,8 @@ def chosen_table(
     # Take the probe that is named, or the only one
     if options.probe is not None:
         return find_table(options.folders, options.probe)
-    records, folder = probe_records(options.folders), options.folders.root / "probes"
+    records = probe_records(options.folders)
+    folder = options.folders.root / "probes"
     if not records:
         raise UserError(
             f"no probes in {folder}\nprobe a model first (with a recipe, with --model and --data, or without arguments "

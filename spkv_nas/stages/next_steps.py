@@ -76,7 +76,8 @@ def recommend(
 def after_init(options: init.InitOptions, name: str, window: int) -> list[Suggestion]:
     """Suggest to retrain the model's layouts of the recipe's ``window``, if any, else to measure its head gates."""
     # Look for layouts of the same model and window
-    workspace, model = options.folders, record.absolute(options.model)
+    workspace = options.folders
+    model = record.absolute(options.model)
     for probe, content in record.probe_records(workspace).items():
         is_of_model = (
             record.model_identity(content) in (model, name) and content.get("signal") == RECOMMENDED
@@ -94,7 +95,8 @@ def after_init(options: init.InitOptions, name: str, window: int) -> list[Sugges
 
 def after_probe(options: ProbeOptions, table: HeadScores) -> list[Suggestion]:
     """Suggest to propose layouts, by the recommended signal if the workspace has it."""
-    workspace, identity = options.folders, record.model_identity(table.metadata)
+    workspace = options.folders
+    identity = record.model_identity(table.metadata)
     chosen = table.name
     if table.is_density and identity is not None:
         chosen = _recommended_probe(workspace, identity, table) or chosen

@@ -48,7 +48,9 @@ def run(options: PlanOptions, reporter: progress.Reporter) -> commands.Result:
     sizes = {"window": stages.gates.window, "context": context}
     served = engines.serve(options, size.heads, size.num_sliding, options.kv_bytes, **sizes)
     if served is not None:
-        num_kv_heads, engine, cache = size.heads.num_kv_heads, served.engine, served.cache
+        num_kv_heads = size.heads.num_kv_heads
+        engine = served.engine
+        cache = served.cache
         budgets = range(num_kv_heads, cache.num_heads + 1, num_kv_heads)
         served = replace(
             served,
@@ -64,7 +66,8 @@ _Workflow = tuple[
 
 def _of_model(source: str, options: PlanOptions, reporter: progress.Reporter) -> _Workflow:
     """Measure a model, then train it by the recipe that ``init`` would draft."""
-    size, gates = checkpoint.read_size(source), checkpoint.read_gates(source)
+    size = checkpoint.read_size(source)
+    gates = checkpoint.read_gates(source)
     length = options.block_size or subject.default_context(source)
     checkpoint.check_dense(size, source)
     site = _site(options)
@@ -74,7 +77,8 @@ def _of_model(source: str, options: PlanOptions, reporter: progress.Reporter) ->
     )
     # Count the text
     data = DataConfig(sources=[*(options.data or ("stdlib",))])
-    tokens, text = data.max_heldout_tokens, _ENOUGH
+    tokens = data.max_heldout_tokens
+    text = _ENOUGH
     if options.data:
         reporter.announce("counting the tokens of the text")
         text = first_recipe.count_text(options.data, Path(), checkpoint.load_tokenizer(source))
@@ -98,7 +102,8 @@ def _of_model(source: str, options: PlanOptions, reporter: progress.Reporter) ->
 def _of_recipe(file: Path, options: PlanOptions, reporter: progress.Reporter) -> _Workflow:
     """Train as a recipe says, then measure."""
     # Read the recipe and its model
-    recipe, site = Recipe.read(file), _site(options)
+    recipe = Recipe.read(file)
+    site = _site(options)
     planner = run_plan.Planner(
         recipe, file.parent, options.folders.run_dir(recipe.name), announce=reporter.announce
     )
@@ -124,14 +129,13 @@ def _generated(stages: Stages, options: PlanOptions, context: int) -> Iterator[S
     """Yield generation with full attention and with a layout of the budget."""
     size = stages.size
     counts = size.heads.heads_per_layer
-    heads, layers = (
-        sum(counts),
-        local_layers.config_layers(size.native_windows or [None] * len(counts)),
-    )
+    heads = sum(counts)
+    layers = local_layers.config_layers(size.native_windows or [None] * len(counts))
     budget = parse_budget(
         options.budget, sum(counts[layer] for layer in local_layers.candidate_layers(layers))
     )
-    full, name = f"generate at {context:,}", f"generate, {budget} of {heads} global"
+    full = f"generate at {context:,}"
+    name = f"generate, {budget} of {heads} global"
     yield stages.generate(
         full, context, density=size.full_attention_share, window=size.sliding_window
     )
@@ -142,7 +146,8 @@ def _site(options: PlanOptions) -> Site:
     """Return the requested hardware, or this machine, of which only the memory is known."""
     if options.hardware is None:
         device = choose_device(options.device)
-        free, chunk = memory.available_bytes(device), memory.chunk_bytes(device)
+        free = memory.available_bytes(device)
+        chunk = memory.chunk_bytes(device)
         return Site(device, free, devices=options.devices, is_cpu=device == "cpu", chunk=chunk)
     name, bandwidth, peak, room = find_hardware(options.hardware)
     return Site(
@@ -185,7 +190,9 @@ def show(served: engines.Served | None, result: forecast.Forecast) -> None:
     forecast.show(result)
     if served is None:
         return
-    engine, cache, num_kv_heads = served.engine, served.cache, served.cache.grid[1]
+    engine = served.engine
+    cache = served.cache
+    num_kv_heads = served.cache.grid[1]
     title = f"KV cache in {engine.title}: requests of {cache.context:,} tokens, window {cache.window}, {cache.dtype}"
     grid = console.Table("global layers", *served.titles, title=title)
     for budget, cache_plan in served.rows:

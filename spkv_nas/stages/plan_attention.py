@@ -29,9 +29,8 @@ class AttentionCosts:
         calibration.Calibration | None
     )  # source of the seconds in ``costs``; None if nothing was measured that fits
     remedy: list[str]  # command that measures times, if there are none; at most one
-    served: Served | None = (
-        None  # caches of full attention and of layouts in a serving engine; None without one
-    )
+    # Caches of full attention and of layouts in a serving engine; None without one
+    served: Served | None = None
 
 
 def run(options: AttentionOptions, reporter: progress.Reporter) -> Result:
@@ -42,7 +41,8 @@ def run(options: AttentionOptions, reporter: progress.Reporter) -> Result:
     """
     # Choose model and context, and read layouts and times
     subject = SizedModel.of(options.level, options.model)
-    shape, native = subject.shape, subject.native_windows
+    shape = subject.shape
+    native = subject.native_windows
     tokens = choose_context(options.context, subject.positions, reporter)
     layouts = [Layout.read(path) for path in options.layout or []]
     shares = [formulas.layout_density(shape, layout, native) for layout in layouts]
@@ -98,7 +98,8 @@ def _times(
 ) -> tuple[calibration.Calibration | None, list[str]]:
     """Return the times that options name or that fit, and the command that measures them if there are none."""
     name = options.calibration or subject.name
-    folder, shape = options.folders.report_dir(name), subject.shape
+    folder = options.folders.report_dir(name)
+    shape = subject.shape
     is_timed = not any(subject.native_windows) and not shape.expanded_dim
     remedy = _calibrate_command(options, name, windows, context) if is_timed else []
     if not options.calibration and not (folder / "calibration.yaml").is_file():
@@ -152,7 +153,8 @@ def _served(
     served = serve(options, shape, subject.num_sliding, options.kv_bytes, context=context, window=1)
     if served is None:
         return None
-    engine, cache = served.engine, served.cache
+    engine = served.engine
+    cache = served.cache
     plans = [engine.plan_layout(cache, [(None,) * number for number in shape.heads_per_layer])]
     for title, layout in zip(titles[1:], layouts, strict=True):
         advice = f"leave out {title}, or use another engine"
@@ -167,12 +169,10 @@ def _served(
 
 def show(result: AttentionCosts) -> None:
     """Print KV bytes, FLOPs and times of full attention, of layouts and of a density."""
-    shape, times, served, name = (
-        result.shape,
-        result.times,
-        result.served,
-        console.escape(result.name),
-    )
+    shape = result.shape
+    times = result.times
+    served = result.served
+    name = console.escape(result.name)
     console.out.print(
         f"[bold]{name}[/bold]: {shape.num_parameters / 1e6:,.4g} M parameters without embeddings, "
         f"{shape.words}; {result.context:,} tokens"

@@ -80,7 +80,8 @@ def probe(
     signal = chosen_signal(options)
     options = replace(options, signal=signal.name)
     subject = _subject(options, reporter)
-    scores, tokens = signal.computes_logits, SCORING_TOKENS if signal.computes_logits else None
+    scores = signal.computes_logits
+    tokens = SCORING_TOKENS if signal.computes_logits else None
     measured = subject.load(reporter, with_logits=scores, tokens=tokens, learns=signal.needs_gates)
     if signal.name == signals.WINDOW_COSTS.name and options.max_tokens is None:
         measured = _half(measured, options, reporter, is_needed=is_step)
@@ -90,7 +91,8 @@ def probe(
     run_options = _run_options(signal, subject, measured, options)
     _expect(signal, measured, options, reporter)
     # Learn gates
-    learned, sinks = dict[str, Any](), parse_sinks(options.sinks)
+    learned = dict[str, Any]()
+    sinks = parse_sinks(options.sinks)
     if measured.train is not None:
         subject = _learned_name(subject, options)
         learned = _learn(subject, measured, options, reporter)
@@ -157,8 +159,10 @@ def _with_gains(
 
 def _expect(signal: Signal, measured: Measured, options: ProbeOptions, reporter: Reporter) -> None:
     """Say how much work the steps are going to be, in passes of a token, so that the time left is that of all."""
-    model, blocks = measured.model, measured.blocks
-    grid, length = model_shape.config_shape(model.config).grid, blocks.block_size
+    model = measured.model
+    blocks = measured.blocks
+    grid = model_shape.config_shape(model.config).grid
+    length = blocks.block_size
     if measured.train is not None:
         steps = options.steps or PRICED_STEPS
         reporter.expect(
@@ -289,7 +293,8 @@ def _add_gains(
 ) -> HeadScores:
     """Add the single-head gains that judge a table's ranking, unless switched off or not measurable."""
     # Sample the text
-    model, length = measured.model, measured.whole.block_size
+    model = measured.model
+    length = measured.whole.block_size
     tokens = ABLATION_TOKENS if options.ablation_tokens is None else options.ablation_tokens
     blocks = measured.whole.spread(max(1, tokens // length))
     if not tokens:
@@ -323,14 +328,13 @@ def _learn(
     subject: Subject, measured: Measured, options: ProbeOptions, reporter: Reporter
 ) -> dict[str, Any]:
     """Attach gates to a model, train them or load the finished ones, and return a record of their training."""
-    model, blocks = measured.model, measured.train
+    model = measured.model
+    blocks = measured.train
     assert blocks is not None
     num_heads = sum(model_shape.config_shape(model.config).heads_per_layer)
     # Choose the window, the sink tokens and the target density
-    window, sinks = (
-        options.window or windows.default_window(model, blocks.block_size),
-        parse_sinks(options.sinks),
-    )
+    window = options.window or windows.default_window(model, blocks.block_size)
+    sinks = parse_sinks(options.sinks)
     sinks, sink_facts = choose_sinks(model, blocks, window) if sinks is None else (sinks, {})
     config = gate_config.GateConfig(
         window=window,
@@ -423,7 +427,8 @@ def show(table: HeadScores) -> None:
 
 def _layouts_tried(tried: Sequence[TriedLayout], recommended: str, block_size: int) -> Table:
     """Return the layouts that were compared within a limit of memory, the recommended one in bold."""
-    title = f"layouts of this memory, measured without training at {block_size:,} tokens, on documents that ranked no head"
+    measured = f"measured without training at {block_size:,} tokens"
+    title = f"layouts of this memory, {measured}, on documents that ranked no head"
     columns = ("layout", "global heads", "windows", "predicted %", "measured ΔNLL %", "blocks")
     printed = Table(*columns, box=None, title=title)
     for row in tried:
@@ -453,7 +458,8 @@ def _about_sinks(table: HeadScores) -> str | None:
     # The attention on the tokens that layouts get, or on the first, and the heads that were measured
     share = 100 * table.metadata.get("sink_tokens_mass", mass)
     first = "first token" if table.sinks < 2 else f"first {table.sinks} tokens"
-    strong, heads = table.metadata["sink_heads"], table.metadata["measured_heads"]
+    strong = table.metadata["sink_heads"]
+    heads = table.metadata["measured_heads"]
     among = f"{heads} heads" + (
         "" if heads == table.num_heads else " without a native sliding window"
     )

@@ -48,10 +48,8 @@ class BudgetsResult:
 
 def propose(options: ProposeOptions, reporter: Reporter = SILENT) -> ProposalResult:
     """Propose layouts for a budget by every strategy and write them to ``layouts/<name>/``."""
-    requirements, measured = (
-        engines.read_requirements(options),
-        lookup.chosen_table(options, reporter),
-    )
+    requirements = engines.read_requirements(options)
+    measured = lookup.chosen_table(options, reporter)
     table = proposing.with_sinks(measured, options.sinks)
     reporter.caution(table.missed_price)
     # Add the recommended signal's scores of the densities' model, if measured with the same sink tokens
@@ -112,7 +110,8 @@ def _keep_selection(folder: Path, tables: Sequence[head_scores.HeadScores]) -> N
 
 def _advice(answer: answers.Answer, options: ProposeOptions) -> Suggestion | None:
     """Suggest another granularity, price or threshold, with its command where the probe's record is complete."""
-    table, num_global = answer.table, answer.layouts["densest"].num_global
+    table = answer.table
+    num_global = answer.layouts["densest"].num_global
     same_options = replace(options, probe=options.probe or table.name)
     if (reason := proposing.layer_advice(table, options.granularity)) is not None:
         is_of_layers = table.metadata.get("granularity") == kinds.LAYER
@@ -151,7 +150,8 @@ def _sentences(
     if options.budget is None and options.memory is None:
         origin = "the paper's 2 of 7; --budget sets another"
         if answer.table.memory_budget is not None:
-            share, context = 100 * answer.table.metadata["memory"], answer.table.metadata["context"]
+            share = 100 * answer.table.metadata["memory"]
+            context = answer.table.metadata["context"]
             origin = f"what {share:.3g} % of the KV cache at {context:,} tokens leave, which the probe was measured for"
         sentences += [f"budget: {num_global} of {answer.table.num_heads} KV heads, {origin}"]
     if requirements.robust:
@@ -243,7 +243,8 @@ def show(result: ProposalResult) -> None:
 def _layouts(result: ProposalResult) -> None:
     """Print proposed layouts by coverage, and the spread of random ones."""
     answer = result.answer
-    table, spread = answer.table, answers.random_spread(answer.rows)
+    table = answer.table
+    spread = answers.random_spread(answer.rows)
     measure = (
         f"density coverage at tau {table.tau:g}"
         if table.is_density
@@ -323,11 +324,11 @@ def _memory(num_bytes: Any) -> str:
 
 def show_budgets(result: BudgetsResult) -> None:
     """Print about ``_CURVE_ROWS`` rows of a budget curve, and its knee."""
-    table, rows, knee = result.curve.table, result.curve.rows, result.curve.knee
-    is_exact, has_more = (
-        (rows["num_global"] == rows["budget"]).all(),
-        "max_heads_same_memory" in rows,
-    )
+    table = result.curve.table
+    rows = result.curve.rows
+    knee = result.curve.knee
+    is_exact = (rows["num_global"] == rows["budget"]).all()
+    has_more = "max_heads_same_memory" in rows
     # Print every step-th row, the knee and the last row
     step = -(-len(rows) // _CURVE_ROWS)
     is_shown = (

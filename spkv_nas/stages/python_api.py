@@ -44,7 +44,8 @@ Value = TypeVar("Value")
 
 def public(function: Callable[Parameters, Value]) -> Callable[Parameters, Value]:
     """Wrap a function of the library for Python users."""
-    name, signature = function.__name__, inspect.signature(function)
+    name = function.__name__
+    signature = inspect.signature(function)
     is_long = signature.parameters.keys() & {"model", "tokenizer", "path_or_id", "checkpoint"}
     level = logging.INFO if is_long else logging.DEBUG
 

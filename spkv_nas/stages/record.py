@@ -36,7 +36,8 @@ def recorded(options: probe.ProbeOptions) -> dict[str, Any]:
     """Return the options to write to ``probe.yaml``: those not at their defaults, with absolute paths."""
     content: dict[str, Any] = {}
     for field in fields(options):
-        value, default = getattr(options, field.name), field.default
+        value = getattr(options, field.name)
+        default = field.default
         if field.name in _NOT_RECORDED or value == (None if default is MISSING else default):
             continue
         if field.name in _PATHS:
@@ -108,7 +109,8 @@ def is_comparable(record: Mapping[str, Any], table: HeadScores) -> bool:
 
 def first_recipe(recorded: probe.ProbeOptions) -> init.InitOptions:
     """Return the options of ``init`` that write a recipe for a probed model to a new file."""
-    out, number = Path("recipe.yaml"), 1
+    out = Path("recipe.yaml")
+    number = 1
     while out.exists():
         number += 1
         out = Path(f"recipe-{number}.yaml")

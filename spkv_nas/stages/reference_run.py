@@ -36,7 +36,8 @@ def train_reference(
     for line in recipe.warnings():
         reporter.caution(f"warning: {line}")
     # Count what is finished
-    runs, variant = workspace.run_dir(recipe.name), variants.Variant.sp_kv()
+    runs = workspace.run_dir(recipe.name)
+    variant = variants.Variant.sp_kv()
     recipe = distributed.on_main(lambda: recipe.resolve_precision(choose_device(device)))
     dense = dense_run(recipe, runs)
     finished = [] if dense is None else [is_dense_trained(dense)]

@@ -65,7 +65,8 @@ def _page(options: ReportOptions, table: head_scores.HeadScores, reporter: Repor
     # Read probes and results
     folder = workspace.report_dir(table.name)
     table = _with_positions(table)
-    table_at_tau, probes = proposal.table(table), [table, *record.neighbours(workspace, table)]
+    table_at_tau = proposal.table(table)
+    probes = [table, *record.neighbours(workspace, table)]
     commands = {
         probe.name: in_folder(
             command_line(ProposeOptions(probe=probe.name, workspace=workspace.root)), workspace.root
@@ -73,7 +74,8 @@ def _page(options: ReportOptions, table: head_scores.HeadScores, reporter: Repor
         for probe in probes
     }
     # Judge the table by the layout ``densest``, if there is one of the table's shape
-    densest, judged = proposal.layouts.get("densest"), None
+    densest = proposal.layouts.get("densest")
+    judged = None
     if densest is not None and densest.heads_per_layer == table_at_tau.heads_per_layer:
         judged = record.trust(workspace, table_at_tau, densest.global_mask)
     inputs = read_inputs(workspace, table, proposal, trust=judged, commands=commands, probes=probes)
@@ -113,7 +115,8 @@ def write_workspace_index(workspace: Workspace) -> Path | None:
         inputs = read_inputs(
             workspace, lookup.find_table(workspace, name), lookup.find_proposal(workspace, name)
         )
-        table, measure = inputs.table, inputs.table.measure
+        table = inputs.table
+        measure = inputs.table.measure
         about = (
             f"{grid.grid_words(table.heads_per_layer).replace(' x ', ' of ')}; the mean {measure.noun} is "
             f"{measure.scale.factor * table.mean:.1f} {measure.shown}."
@@ -165,7 +168,8 @@ def _steps(workspace: Workspace, table: head_scores.HeadScores, verdict: Verdict
         return _retrain(workspace, table, verdict)
     # Export the layout of the verdict, or retrain it first
     name = verdict.layout.name
-    folder, models = workspace.report_dir(table.name), []
+    folder = workspace.report_dir(table.name)
+    models = []
     if (folder / result_tables.CHECKPOINTS).is_file():
         models = [
             each

@@ -69,7 +69,8 @@ def run(options: ScoreOptions, reporter: Reporter = SILENT) -> commands.Result:
     selected = find_selected(
         workspace, proposal.layouts, near=proposal.files.values(), with_scores=False
     )
-    num_selection, selected_by = selected.count(measured.blocks), selected.among(measured.blocks)
+    num_selection = selected.count(measured.blocks)
+    selected_by = selected.among(measured.blocks)
     sinks = {"sinks": proposal.sinks} if proposal.sinks else {}
     origin = measured_on(
         subject,
@@ -108,7 +109,8 @@ def _write(
 
 def _announce_size(measured: Measured, num_layouts: int, reporter: Reporter) -> None:
     """Announce how much of the text is measured and, after timing a block, how long that takes at most."""
-    blocks, whole = measured.blocks, measured.whole
+    blocks = measured.blocks
+    whole = measured.whole
     start = time.perf_counter()
     nll.document_nll(measured.model, blocks.take(1), batch_size=1)
     seconds = (1 + num_layouts) * blocks.num_blocks * (time.perf_counter() - start)
@@ -129,10 +131,8 @@ def show(result: NLLTable) -> None:
     grid = console.Table(
         "layout", "global heads", "KV cache %", "coverage %", "NLL", "ΔNLL %", title=title
     )
-    rows, same = (
-        result.rows[result.rows["hash"] != ""],
-        result.rows.groupby("hash", sort=False)["strategy"],
-    )
+    rows = result.rows[result.rows["hash"] != ""]
+    same = result.rows.groupby("hash", sort=False)["strategy"]
     for row in result.rows.drop_duplicates("hash").itertuples():
         coverage = (
             f"{row.coverage_percent:.2f}" if row.coverage_percent == row.coverage_percent else "-"

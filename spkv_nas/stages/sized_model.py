@@ -41,10 +41,8 @@ def result_name(source: str, workspace: Workspace) -> str:
     if source.startswith(assets.EMBEDDED_PREFIX):
         return model_name(source)
     layout = _saved_layout(Path(source, "config.json"))
-    probe, origin = (
-        None if layout is None else probe_of(workspace, [layout]),
-        run_origin(Path(source)),
-    )
+    probe = None if layout is None else probe_of(workspace, [layout])
+    origin = run_origin(Path(source))
     return probe or (model_name(source) if origin is None else origin.recipe)
 
 

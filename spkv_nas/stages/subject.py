@@ -49,9 +49,8 @@ class Measured:
     text: Any  # record of where the blocks come from
     saved_dtype: str  # of the checkpoint
     separator: separators.SeparatorReport  # what stands after a document, and how it was chosen
-    train: TokenBlocks | None = (
-        None  # of other documents, for gates to learn on; None unless gates are to be learned
-    )
+    # Of other documents, for gates to learn on; None unless gates are to be learned
+    train: TokenBlocks | None = None
     batch_size: int = BATCH_SIZE  # micro-batch size in blocks
 
     @property
@@ -88,9 +87,8 @@ class Subject:
     recipe: Recipe  # its held-out text is used without ``data``
     base: Path  # folder of the recipe's relative paths
     options: SubjectOptions  # text, block size and device
-    given_separator: str | None = (
-        None  # of the user or a probe, after a document; None or "auto": to be measured
-    )
+    # Of the user or a probe, after a document; None or "auto": to be measured
+    given_separator: str | None = None
     # whether tokens see other documents of their block: "joined" or "separate"; None: as a recipe says, and the user's
     # own text separately, as documents reach a model, where the model can keep them apart
     documents: str | None = None
@@ -182,8 +180,10 @@ class Subject:
         from spkv_nas.model import checkpoint, config_section, model_shape
 
         # Load the model
-        options, recipe = self.options, self.recipe
-        length, limit = self.length, options.max_tokens
+        options = self.options
+        recipe = self.recipe
+        length = self.length
+        limit = options.max_tokens
         reporter.announce(f"loading {self.source}")
         device = measuring_device(options.device)
         connect(device)
@@ -191,10 +191,8 @@ class Subject:
         model, tokenizer = checkpoint.load_on(
             self.source, device, options.dtype, spreads=options.device == AUTO
         )
-        saved_name, compute_name = (
-            dtype_name(checkpoint_dtype or model.dtype),
-            dtype_name(model.dtype),
-        )
+        saved_name = dtype_name(checkpoint_dtype or model.dtype)
+        compute_name = dtype_name(model.dtype)
         if saved_name != compute_name and options.dtype is None:
             reporter.announce(
                 f"computing in {compute_name}: this device only emulates {saved_name}"
@@ -303,7 +301,8 @@ class Subject:
         gates learn on, None unless ``learns``; all other blocks). Raises ``UserError`` if the text is missing or too
         short.
         """
-        options, length = self.options, self.length
+        options = self.options
+        length = self.length
         if learns:
             return self._split(tokenizer, length, separator, reporter)
         if not options.data:
@@ -354,15 +353,14 @@ class Subject:
         reporter: Reporter,
     ) -> tuple[TokenBlocks, TokenBlocks]:
         """Split the user's text, else the recipe's, by document into (training, held-out) blocks."""
-        data, base, name, stretch = (
-            self.recipe.data,
-            self.base,
-            self.recipe.name,
-            self.recipe.heldout_stretch,
-        )
+        data = self.recipe.data
+        base = self.base
+        name = self.recipe.name
+        stretch = self.recipe.heldout_stretch
         if self.options.data:
             data = config.DataConfig(sources=[*self.options.data], block_size=length)
-            base, name = Path(), self.name
+            base = Path()
+            name = self.name
             stretch = length
         data = self._read_as(data, separator)
         cache = self.options.folders.run_dir(name) / "blocks"

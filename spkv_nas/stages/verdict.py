@@ -120,7 +120,8 @@ def document(result: VerdictResult) -> dict[str, Any]:
 
 def _sentences(result: VerdictResult) -> list[str]:
     """Return the verdict on each candidate, and what it rests on."""
-    compared, selected = result.compared, result.compared.selected
+    compared = result.compared
+    selected = result.compared.selected
     sentences = []
     measured = decision.measured_by(compared, result)
     for name, answer in result.answers.items():

@@ -47,10 +47,12 @@ def branch_recipe(recipe: Recipe, variant: Variant) -> Recipe:
     if not _is_from_scratch(recipe, variant):
         return recipe
     assert recipe.dense is not None
-    branch, before = recipe.branch, recipe.dense.steps
+    branch = recipe.branch
+    before = recipe.dense.steps
     # Convert fractions of the branch to fractions of the run
     steps = before + branch.steps
-    decay_fraction, warmup_steps = branch.decay_steps / steps, recipe.dense.warmup_steps
+    decay_fraction = branch.decay_steps / steps
+    warmup_steps = recipe.dense.warmup_steps
     extend = branch.extend
     if extend is not None:
         extend = extend.model_copy(
@@ -79,7 +81,8 @@ def set_up(
     ``recipe`` is that of the run (``branch_recipe``). Raises ``UserError``: the layout or the gates do not fit the
     model, or it has no RoPE to extend.
     """
-    phase, gates = recipe.branch, recipe.gates
+    phase = recipe.branch
+    gates = recipe.gates
     # Load the model, and schedule its training
     model = start_model(recipe, dense, variant)
     if phase.extend is not None:  # check that the model supports it

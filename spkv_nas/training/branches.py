@@ -159,7 +159,9 @@ def is_finished(final: Path) -> bool:
 def _train(context: BranchContext, folder: Path, variant: variants.Variant, seed: int) -> None:
     """Train and evaluate a branch, and write the subfolder ``final`` of ``folder``."""
     # Train
-    recipe, corpus, reporter = context.recipe, context.corpus, context.reporter
+    recipe = context.recipe
+    corpus = context.corpus
+    reporter = context.reporter
     sink_logits: list[Tensor] | None = None
     if (layout := variant.layout) is not None and branch_setup.learns_sinks(recipe, variant):
         sink_logits = distributed.on_main(
@@ -179,10 +181,8 @@ def _train(context: BranchContext, folder: Path, variant: variants.Variant, seed
         branch_setup.merge_adapters(trainer.model)
 
     # Evaluate on held-out text, at the recipe's tau with gates
-    tau, size = (
-        recipe.gates.tau if variant.kind is variants.Kind.SP_KV else None,
-        recipe.evaluation.batch_size,
-    )
+    tau = recipe.gates.tau if variant.kind is variants.Kind.SP_KV else None
+    size = recipe.evaluation.batch_size
     with reporter.bar(f"{variant.name}, held-out text", "blocks") as progress:
         sharding.spare_passes(trainer.model, corpus.heldout, size)
         measured = nll.evaluate(
@@ -211,7 +211,8 @@ def _trainer(
     seed: int,
 ) -> SPKVTrainer:
     """Build the trainer of a branch, with its callbacks."""
-    recipe, corpus = context.recipe, context.corpus
+    recipe = context.recipe
+    corpus = context.corpus
     trainer = SPKVTrainer(
         model=setup.model,
         args=arguments.training_arguments(

@@ -52,13 +52,15 @@ class LogCallback(TrainerCallback, ExportableState):
 
     def __init__(self, trainer: Trainer, distillation: distillation.Distillation | None) -> None:
         """Read and restore the loss of ``trainer``, and the sums of ``distillation``."""
-        self._trainer, self._distillation = trainer, distillation
+        self._trainer = trainer
+        self._distillation = distillation
         # sum of the losses of the steps after ``since``, the last log line, and of their parts, averaged over ranks
         self._saved: dict[str, Any] = {"total": 0.0, "since": 0, "sums": []}
 
     def take(self) -> None:
         """Copy the sums; must be called on all ranks."""
-        total, number = self._trainer._tr_loss, distributed.num_processes()
+        total = self._trainer._tr_loss
+        number = distributed.num_processes()
         self._saved["total"] = float(distributed.sum_over_processes(total)) / number
         self._saved["since"] = int(self._trainer._globalstep_last_logged)
         if self._distillation is not None:
@@ -99,11 +101,11 @@ class GatePhaseCallback(TrainerCallback, ExportableState):
 
     def __init__(self, schedule: GateSchedule, options: GatesConfig) -> None:
         """Follow the gate phases of ``schedule``."""
-        self._schedule, self._options = schedule, options
+        self._schedule = schedule
+        self._options = options
         self._tracker: density_tracker.DensityTracker | None = None
-        self._counts: torch.Tensor | None = (
-            None  # those of the tracker in the last measured step, on the device
-        )
+        # Those of the tracker in the last measured step, on the device
+        self._counts: torch.Tensor | None = None
         self._controller = (
             None
             if options.target_density is None
@@ -157,7 +159,8 @@ class GatePhaseCallback(TrainerCallback, ExportableState):
     ) -> None:
         """Set the gate mode and the price, and start measuring where needed."""
         assert self._tracker is not None
-        phase, options = self._schedule.at(state.global_step), self._options
+        phase = self._schedule.at(state.global_step)
+        options = self._options
         modes.set_gate_mode(
             kwargs["model"], phase.mode, options.tau, anneal=phase.anneal, p_min=options.p_min
         )
@@ -200,7 +203,9 @@ class ExtensionCallback(TrainerCallback):
 
     def __init__(self, extend: ExtendConfig, steps: int) -> None:
         """Extend positions during a branch of ``steps`` steps."""
-        self._extend, self._step, self._done = extend, extend.first_step(steps), False
+        self._extend = extend
+        self._step = extend.first_step(steps)
+        self._done = False
 
     def on_step_begin(
         self, _args: object, state: TrainerState, _control: object, **kwargs: Any
@@ -271,10 +276,8 @@ def extend_positions(model: PreTrainedModel, length: int, rope: Mapping[str, Any
     """
     extended = extended_config(model.config, length, rope)
     text = model.config.get_text_config()
-    text.rope_parameters, text.max_position_embeddings = (
-        extended.rope_parameters,
-        extended.max_position_embeddings,
-    )
+    text.rope_parameters = extended.rope_parameters
+    text.max_position_embeddings = extended.max_position_embeddings
     for name, module in list(model.named_modules()):
         if hasattr(module, "rope_type") and isinstance(
             getattr(module, "config", None), PreTrainedConfig

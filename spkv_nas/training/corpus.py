@@ -134,7 +134,8 @@ def recipe_separator(
 
     A model that the recipe trains learns EOS. Must be called on one rank; results are cached in ``folder``.
     """
-    data, source = recipe.data, recipe.model.path
+    data = recipe.data
+    source = recipe.model.path
     if data.separator != AUTO:
         return SeparatorReport(data.separator)
     if source is None:
@@ -223,12 +224,10 @@ class OrderedDataset(Dataset[Item]):
         length: int,
     ) -> None:
         """Combine blocks of ``text`` in ``order`` with ``samples`` where ``mixture`` places them, ``length`` in all."""
-        self._text, self._order, self._mixture, self._samples = (
-            BlockDataset(text),
-            order,
-            mixture,
-            samples,
-        )
+        self._text = BlockDataset(text)
+        self._order = order
+        self._mixture = mixture
+        self._samples = samples
         self._length = length
 
     def __len__(self) -> int:
@@ -257,7 +256,9 @@ class ExtendedDataset(Dataset[Item]):
 
     def __init__(self, short: OrderedDataset, long: OrderedDataset, ratio: int) -> None:
         """Concatenate ``short`` and ``long`` blocks."""
-        self._short, self._long, self._ratio = short, long, ratio
+        self._short = short
+        self._long = long
+        self._ratio = ratio
 
     def __len__(self) -> int:
         """Return the length of the run in short blocks."""
@@ -293,7 +294,8 @@ def training_data(
     blocks.
     """
     # Plain text, which the trainer shuffles
-    text, batch = corpus.train, phase.batch_size
+    text = corpus.train
+    batch = phase.batch_size
     extend = phase.extend if isinstance(phase, BranchConfig) else None
     if recipe.data.mix is None and extend is None:
         return BlockDataset(text)
@@ -317,7 +319,8 @@ def training_data(
     if extend is None:
         return short
     # Longer blocks from the extension on
-    size, ratio = extend.block_size, extend.block_size // text.block_size
+    size = extend.block_size
+    ratio = extend.block_size // text.block_size
     longer = text.cut(size)
     if longer.num_blocks < batch // ratio:
         raise errors.UserError(
@@ -350,7 +353,8 @@ def ruler_blocks(
         return None
     mix = recipe.data.mix.ruler
     # Choose the tasks, and cap their lengths at the room in a block
-    size, longest = text.block_size, text.block_size - len(text.opening)
+    size = text.block_size
+    longest = text.block_size - len(text.opening)
     tasks = tuple(mix.tasks_of(available(NO_MATERIAL)))
     lengths = tuple(min(length, longest) for length in mix.lengths or [size])
     samples = RulerBlocks(

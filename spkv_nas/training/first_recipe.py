@@ -34,10 +34,16 @@ if TYPE_CHECKING:
 SOFT_FRACTION = 0.8
 WARMUP_SHARE = 0.1  # recommended warm-up, as a share of a branch's steps
 MIN_STEPS = 20
-STEP_TOKENS, _BLOCK_SIZE = {"cpu": 2048, "cuda": 16384}, {"cpu": 512, "cuda": 2048}
-_SMALLEST_BLOCK, _MIN_BLOCKS, _HELDOUT_BLOCKS = 32, 64, 8
-_HELDOUT_TOKENS, _MAX_HELDOUT = 20_000, 60_000
-_MODEL_SHARE, _MAX_MODEL_RATE, _FULL_RATE_BATCH = 0.05, 3e-4, 0.05
+STEP_TOKENS = {"cpu": 2048, "cuda": 16384}
+_BLOCK_SIZE = {"cpu": 512, "cuda": 2048}
+_SMALLEST_BLOCK = 32
+_MIN_BLOCKS = 64
+_HELDOUT_BLOCKS = 8
+_HELDOUT_TOKENS = 20_000
+_MAX_HELDOUT = 60_000
+_MODEL_SHARE = 0.05
+_MAX_MODEL_RATE = 3e-4
+_FULL_RATE_BATCH = 0.05
 MAX_CHARACTERS = 20_000_000  # maximum number of characters to count
 _BATCH = 64  # documents per tokenizer call
 
@@ -88,9 +94,8 @@ class Draft:
     device: str  # "cpu" or "cuda"
     block_size: int  # tokens per block
     steps: int = defaults.FIRST_STEPS  # training steps of a branch
-    micro_batch_size: int | None = (
-        None  # blocks per forward and backward pass; None for whole batches
-    )
+    # Blocks per forward and backward pass; None for whole batches
+    micro_batch_size: int | None = None
     recomputes: bool = False  # True to recompute activations in the backward pass
     separator: str = AUTO  # what stands after a document (data.separator)
     documents: str = JOINED  # whether they see each other (data.documents)
@@ -138,10 +143,8 @@ class Draft:
 
     def remark(self) -> str:
         """Return a sentence that states the assumptions of training costs: steps and tokens per step."""
-        tokens, other = (
-            self.batch_size * self.block_size,
-            next(kind for kind in STEP_TOKENS if kind != self.device),
-        )
+        tokens = self.batch_size * self.block_size
+        other = next(kind for kind in STEP_TOKENS if kind != self.device)
         return (
             f"training: as in the recipe that init writes with --device {self.device}, {self.steps} steps of "
             f"{tokens:,} tokens (with --device {other} at most {STEP_TOKENS[other]:,})"
@@ -164,7 +167,8 @@ class Draft:
         rate = finished_model_rate(self.size.without_embeddings, self.batch_size * self.block_size)
         multiplier = _digits(predictor_learning_rate(self.size.without_embeddings) / rate, 2)
         # Optional keys
-        memory, separator = "", ""
+        memory = ""
+        separator = ""
         if self.separator != AUTO:
             separator = f"  separator: {files.yaml_line(self.separator)}            # what stands after a document\n"
         if self.documents != JOINED:

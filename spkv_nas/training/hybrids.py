@@ -127,7 +127,8 @@ def compare(
     Raises ``UserError`` if a layout does not fit the model, or has the name of a baseline.
     """
     # Measure layouts without training
-    recipe, reporter = context.recipe, context.reporter
+    recipe = context.recipe
+    reporter = context.reporter
     names = _distinct(layouts, reporter)
     layouts = {name: layouts[name] for name in names}
     variants = hybrid_variants(layouts, reference=reference)
@@ -146,7 +147,8 @@ def compare(
         # Train or read the run
         if (name, seed) not in finished_runs:
             reporter.announce(f"{name}, seed {seed} ({number} of {len(runs)})")
-        variant, branch = variants[name], context.train(variants[name], seed)
+        variant = variants[name]
+        branch = context.train(variants[name], seed)
         finished[name].append(branch)
         # Announce the change of the control by retraining, or warn about a layout that became worse
         if name == comparison.FULL_ATTENTION:
@@ -223,7 +225,8 @@ def zero_shot_scores(
         ),
         reporter=context.reporter,
     )
-    dense, by_layout = scores[0], dict(zip(layouts, scores[1:], strict=True))
+    dense = scores[0]
+    by_layout = dict(zip(layouts, scores[1:], strict=True))
     # Warn about numbers that make no sense
     circumstances = Circumstances.of(model, heldout, dense, context.corpus.separator)
     sentence = alarm(circumstances, dense, by_layout, layouts)
@@ -251,7 +254,8 @@ def comparison_rows(
     by the first.
     """
     # Unchanged dense model
-    dense, controls = untrained[comparison.DENSE], finished[comparison.FULL_ATTENTION]
+    dense = untrained[comparison.DENSE]
+    controls = finished[comparison.FULL_ATTENTION]
     rows: list[dict[str, Any]] = [
         {
             "strategy": comparison.DENSE,
@@ -268,7 +272,8 @@ def comparison_rows(
     for name, branches in finished.items():
         if not branches:
             continue
-        variant, count = variants[name], len(branches)
+        variant = variants[name]
+        count = len(branches)
         nll, control = (_mean([b.nll for b in part[:count]]) for part in (branches, controls))
         rows.append(
             {
@@ -330,7 +335,8 @@ def _write(
 ) -> None:
     """Write ``comparison.csv``, ``comparison.yaml`` (correlations, windows, recipe, versions), ``checkpoints.csv``."""
     # Collect the content of comparison.yaml
-    correlations, recipe = compared.correlations, context.recipe
+    correlations = compared.correlations
+    recipe = context.recipe
     sinks = {name: layout.sinks for name, layout in layouts.items()}
     content = {
         "probe": table.name,
@@ -427,10 +433,8 @@ def is_worse(change: paired.PairedDifference, most: float = 0.0) -> bool:
 def remedy(recipe: Recipe) -> str:
     """Return advice on the recipe: a lower learning rate, and a longer warm-up if it is below ``WARMUP_SHARE``."""
     branch = recipe.branch
-    lower, warmup = (
-        branch.learning_rate / _LOWER_RATE,
-        max(1, round(first_recipe.WARMUP_SHARE * branch.steps)),
-    )
+    lower = branch.learning_rate / _LOWER_RATE
+    warmup = max(1, round(first_recipe.WARMUP_SHARE * branch.steps))
     keys = f"branch.learning_rate: {lower:.1g} (now {branch.learning_rate:g})"
     if branch.warmup_steps < warmup < branch.steps:
         keys += f" and branch.warmup_steps: {warmup} (now {branch.warmup_steps})"

@@ -218,7 +218,8 @@ class Recipe(schema.Section):
         return self
 
     def _check_extension(self) -> None:
-        extend, size = self.branch.extend, self.data.block_size
+        extend = self.branch.extend
+        size = self.data.block_size
         if extend is None:
             return
         if extend.block_size % size:
@@ -328,7 +329,8 @@ class Recipe(schema.Section):
 
     def warnings(self) -> list[str]:
         """Return warnings, in sentences, about settings that will probably give poor results."""
-        gates, branch = self.gates, self.branch
+        gates = self.gates
+        branch = self.branch
         soft_steps = gates.soft_fraction * branch.steps
         # A logit moves by the sum of the predictor's learning rates; in 75 % of a cosine decay their mean is 0.63
         reach = 0.63 * gates.learning_rate_multiplier * branch.learning_rate * soft_steps

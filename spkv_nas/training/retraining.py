@@ -71,21 +71,17 @@ def retrain(
     ]
     folder = runs / f"retraining-{hashlib.sha256(repr(parts).encode()).hexdigest()[:12]}"
     # Write the recipe, or read that of the interrupted run
-    file, dense, chosen = (
-        folder / "recipe.yaml",
-        source.resolve(model),
-        device.choose_device(device_name),
-    )
+    file = folder / "recipe.yaml"
+    dense = source.resolve(model)
+    chosen = device.choose_device(device_name)
     if not file.is_file():
         recipe = _recipe(layouts, dense, corpus, length, chosen, reporter)
         files.write_atomic(file, files.yaml_text(recipe.model_dump(mode="json")))
     recipe = Recipe.read(file)
     # Train, and write what each checkpoint was trained on
     join_processes(recipe, chosen)
-    documents, number = (
-        f"{len(corpus.train.text_ids):,} documents",
-        f"{len(layouts)} layout{'s' * (len(layouts) > 1)}",
-    )
+    documents = f"{len(corpus.train.text_ids):,} documents"
+    number = f"{len(layouts)} layout{'s' * (len(layouts) > 1)}"
     reporter.announce(f"retraining {number}, {recipe.branch.steps:,} steps each, on {documents}")
     checkpoints = []
     with reporter.bar("retraining") as bar:
@@ -130,10 +126,8 @@ def _recipe(
             f"{least} steps of each layout, the minimum, take {needed} here: allow more time (--retrain)"
         )
     # Stop before the text is read too often
-    steps, most = (
-        int(length / seconds),
-        max(least, _MAX_EPOCHS * corpus.train.num_blocks // batch_size),
-    )
+    steps = int(length / seconds)
+    most = max(least, _MAX_EPOCHS * corpus.train.num_blocks // batch_size)
     if steps > most:
         reporter.announce(
             f"{most:,} steps, not {steps:,}: these read the text {_MAX_EPOCHS} times; more would overfit"
@@ -189,11 +183,9 @@ def train_hybrids(
     """
     _check(model, blocks, heldout)
     # Write the dense model that all runs start from
-    named, runs, corpus = (
-        dict(zero_shot.by_name(layouts)),
-        Path(folder),
-        Corpus(tokenizer, blocks, heldout),
-    )
+    named = dict(zero_shot.by_name(layouts))
+    runs = Path(folder)
+    corpus = Corpus(tokenizer, blocks, heldout)
     distributed.on_main(lambda: _write(model, tokenizer, runs / "dense"))
     checkpoint.forget_loaded(
         runs / "dense"

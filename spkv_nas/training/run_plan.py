@@ -113,10 +113,13 @@ class Planner:
         ``runs`` is the folder of its checkpoints, which may not exist yet, and ``text`` the size of its text if known.
         ``announce`` receives a line for each measurement.
         """
-        self.device, self._announce = choose_device(device), announce
+        self.device = choose_device(device)
+        self._announce = announce
         self.recipe = recipe.resolve_precision(self.device)
         self.available = memory.available_bytes(self.device)  # before any measurement
-        self._base, self._runs, self._text = base, runs, text
+        self._base = base
+        self._runs = runs
+        self._text = text
         self._costs: dict[Kind, StepCost] = {}
 
     def with_recipe(self, recipe: Recipe) -> "Planner":
@@ -288,7 +291,8 @@ class Planner:
 
     def _training(self, kind: Kind) -> stage_costs.Training:
         """Return how the branch of a kind of variant is trained."""
-        bfloat16, gated = self._arguments[-1].bf16, kind is Kind.SP_KV
+        bfloat16 = self._arguments[-1].bf16
+        gated = kind is Kind.SP_KV
         return how_trained(
             self.recipe, self.recipe.branch, self.size, bfloat16=bfloat16, gated=gated
         )
@@ -311,7 +315,9 @@ class Planner:
     def _cost(self, variant: Variant) -> StepCost:
         """Time a step, or estimate its time if a trial would take too much memory or time."""
         # Size of the trial batch that fits
-        recipe, device, training = self.recipe, self.device, self._training(variant.kind)
+        recipe = self.recipe
+        device = self.device
+        training = self._training(variant.kind)
         guess = estimate(self._stages, training, gated=variant.kind is Kind.SP_KV)
         num_blocks = min(self.fitting_blocks(variant.kind), int(MAX_SECONDS / guess.pass_seconds))
         if num_blocks < 1:
@@ -341,8 +347,10 @@ class Planner:
     def _remarks(self, needed: int) -> Iterator[str]:
         """Yield sentences about the text, the time and the memory of the training left."""
         # Text
-        recipe, text = self.recipe, self.text
-        training, heldout = text.training(recipe.data), text.heldout(recipe.data)
+        recipe = self.recipe
+        text = self.text
+        training = text.training(recipe.data)
+        heldout = text.heldout(recipe.data)
         about = "about" if text.is_whole else "at least"
         yield f"text: {about} {training:,} tokens to train on, {heldout:,} held out; {text.documents:,} documents"
         batch = recipe.branch.batch_size * recipe.data.block_size
@@ -359,7 +367,8 @@ class Planner:
         )
         yield f"time: {method} on {device_name(self.device)}, {cost.seconds(recipe.branch.batch_size):.2g} s a step"
         # Memory, if anything is left to train
-        takes, free = units.format_bytes(needed), units.format_bytes(self.available)
+        takes = units.format_bytes(needed)
+        free = units.format_bytes(self.available)
         if needed > self.available:
             least = units.format_bytes(min(self.memory(kind, 0) for kind in self._costs))
             yield (

@@ -61,18 +61,17 @@ class SPKVTrainer(Trainer):
     ) -> None:
         """Create the trainer and its callbacks; further arguments are those of ``Trainer``."""
         super().__init__(*args, **kwargs)
-        self._title, self._reporter, self._progress = (
-            title,
-            reporter,
-            callbacks.TokenProgressCallback(),
-        )
+        self._title = title
+        self._reporter = reporter
+        self._progress = callbacks.TokenProgressCallback()
         self.add_callback(self._progress)
         # Store how to train, and the largest weight to accept
         self._schedule = schedule
         self._max_weight = _MAX_GROWTH * max([1.0, *(_largest(p) for p in self.model.parameters())])
         self._gate_options = gate_options or branch_config.GatesConfig()
         self._optimizer_state = optimizer_state
-        self._recomputes, self._compiles = recomputes, compiles
+        self._recomputes = recomputes
+        self._compiles = compiles
         # Set up logging
         self.remove_callback(PrinterCallback)  # replaced by TokenProgressCallback
         self._distillation = distillation
@@ -197,7 +196,8 @@ class SPKVTrainer(Trainer):
         heads = None
         # Add speed and the parts of the loss
         if "loss" in logs:
-            step, now = self.state.global_step, time.perf_counter()
+            step = self.state.global_step
+            now = time.perf_counter()
             last_step, start = self._last_log or (step, now)
             args = self.args
             step_tokens = (

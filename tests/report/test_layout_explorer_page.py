@@ -412,7 +412,10 @@ def test_changes_of_nll_are_visible_on_a_phone(open_page: Any) -> None:
             at for at, name in enumerate(heads) if name.replace("\u00a0", " ").startswith("Δ NLL")
         )
         for cell in table.locator(f"tbody tr td:nth-child({column + 1})").all():
-            inside = "cell => cell.getBoundingClientRect().right <= cell.closest('.scroll').getBoundingClientRect().right"
+            inside = (
+                "cell => cell.getBoundingClientRect().right"
+                " <= cell.closest('.scroll').getBoundingClientRect().right"
+            )
             assert cell.evaluate(inside), heads
             checked += 1
     assert checked > 30

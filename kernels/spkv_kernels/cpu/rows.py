@@ -15,9 +15,8 @@ from torch import Tensor
 flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
-ROWS = (
-    64  # queries per chunk: a chunk wastes rows^2 / 2 scores; for smaller ones the calls dominate
-)
+# Queries per chunk: a chunk wastes rows^2 / 2 scores; for smaller ones the calls dominate
+ROWS = 64
 
 
 class Rows(NamedTuple):

@@ -51,7 +51,8 @@ def run(options: CompareOptions, reporter: Reporter = SILENT) -> Result:
     # Compare the heads that they choose
     first = next(iter(tables.values()))
     budget = parse_budget(options.budget, first.num_candidates)
-    rows, folder = agreement(tables, budget), options.folders.report_dir(options.name or first.name)
+    rows = agreement(tables, budget)
+    folder = options.folders.report_dir(options.name or first.name)
     windows = {label: table.window for label, table in tables.items()}
     sinks = {label: table.local_sinks for label, table in tables.items()}
     proposal.warn_of_windows(windows, sinks, remedy="probe all of them with the same {}")
@@ -67,7 +68,8 @@ def show(result: AgreementResult) -> None:
     """Print how far probes agree, pair by pair."""
     # Table of the pairs
     rows = result.rows
-    first, labels = rows.iloc[0], short_labels(rows)
+    first = rows.iloc[0]
+    labels = short_labels(rows)
     title = f"{first['budget']} highest-scoring heads (Jaccard by chance {first['chance']:.2f})"
     pair = (console.Column(overflow="fold") for _ in range(2))
     table = console.Table(*pair, "Jaccard", "Spearman", "transfer %", "mean |Δ|", title=title)
@@ -149,8 +151,10 @@ def agreement(tables: Mapping[str, head_scores.HeadScores], budget: int) -> pd.D
     share = budget / first.num_heads
     rows = []
     for (label_a, table_a), (label_b, table_b) in combinations(tables.items(), 2):
-        chosen_a, chosen_b = densest(table_a.values, budget), densest(table_b.values, budget)
-        a, b = table_a.density, table_b.density
+        chosen_a = densest(table_a.values, budget)
+        chosen_b = densest(table_b.values, budget)
+        a = table_a.density
+        b = table_b.density
         varies = bool(np.ptp(a) > 0 and np.ptp(b) > 0)
         rows.append(
             {

@@ -108,7 +108,8 @@ class SampledTable:
 
 def say_sample_count(counts: "pd.Series[int]", unit: str) -> None:
     """Print how many samples the standard errors of a table rest on."""
-    low, high = int(counts.min()), int(counts.max())
+    low = int(counts.min())
+    high = int(counts.max())
     number = f"{high:,}" if low == high else f"{low:,} to {high:,}"
     console.out.print(f"±: one standard error over {number} {unit}")
 

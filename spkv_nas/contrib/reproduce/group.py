@@ -62,10 +62,8 @@ def ladder(options: LadderOptions, reporter: progress.Reporter) -> commands.Resu
     from spkv_nas.base.units import parse_context
     from spkv_nas.contrib.reproduce import ladder as stage
 
-    context, density = (
-        parse_context(options.context),
-        LADDER_DENSITY if options.density is None else options.density,
-    )
+    context = parse_context(options.context)
+    density = LADDER_DENSITY if options.density is None else options.density
     return commands.Result(
         stage.ladder(options.folders, options.name or PAPER, context, density), stage.show
     )

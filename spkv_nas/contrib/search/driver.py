@@ -57,19 +57,19 @@ class Search:
         reporter: Reporter = SILENT,
     ) -> None:
         """Check that space and evaluator match, and open the storage."""
-        self.evaluator, self.cost, self._name, self._reporter = (
-            evaluator,
-            cost,
-            specification.name,
-            reporter,
-        )
-        self.starts, self.others = specification.starts, specification.given
+        self.evaluator = evaluator
+        self.cost = cost
+        self._name = specification.name
+        self._reporter = reporter
+        self.starts = specification.starts
+        self.others = specification.given
         self.space, self.effort = space, effort = specification.space, specification.effort
         self._sampler = StudySampler(
             space, SAMPLERS[effort.sampler], effort.seed, list(self.starts.values())
         )
         # Check that space and evaluator match
-        density, remedy = f"the density table '{space.table.name}'", "give the recipe of that model"
+        density = f"the density table '{space.table.name}'"
+        remedy = "give the recipe of that model"
         check_grid(
             density,
             space.table.heads_per_layer,
@@ -99,7 +99,8 @@ class Search:
     def _score(self) -> list[Trial]:
         """Work on the zero-shot study until it is finished; return baselines and trials."""
         # Open the study and run its free trials
-        total, name = self.effort.trials, f"{self.effort.sampler}-{self.effort.seed}"
+        total = self.effort.trials
+        name = f"{self.effort.sampler}-{self.effort.seed}"
         metrics = ["zero-shot ΔNLL, %", *([] if self.cost is None else [self.cost.name])]
         study = open_study(self._storage, f"{self._name}/{name}", self._settings(), metrics)
         self._reporter.reused(len(finished(study, total)), total, "searched layouts")

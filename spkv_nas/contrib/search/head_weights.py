@@ -83,7 +83,8 @@ class Evidence:
         """Project nuisances [N, Q] out of features [N, P] and values [N]; None if nothing is left to fit."""
         basis = scipy.linalg.orth(nuisances)
         features, values = (x - basis @ (basis.T @ x) for x in (features, values))
-        energy, freedom = float(values @ values), len(values) - basis.shape[1]
+        energy = float(values @ values)
+        freedom = len(values) - basis.shape[1]
         if freedom < 2 or energy <= 1e-12 or not (features**2).sum() > 1e-9:
             return None
         directions, singular_values, rotation = scipy.linalg.svd(features, full_matrices=False)
@@ -118,7 +119,8 @@ class Evidence:
         with_extra = np.flatnonzero(
             prior > common
         )  # C = diag(spread) + F_extra diag(extra) F_extra^T
-        extra, spread = prior[with_extra] - common, 1.0 + common * self.squares.sum(1)
+        extra = prior[with_extra] - common
+        spread = 1.0 + common * self.squares.sum(1)
         quality = (self.values / spread) @ self.features
         sparsity = (1.0 / spread) @ self.squares
         log_determinant = np.log(spread).sum()

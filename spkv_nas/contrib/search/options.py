@@ -142,10 +142,8 @@ def specify(
     space = Space(table, (budgets[0], budgets[-1]), window, constraints.on(table))
     space.check()
     # Read the layouts to start from and to compare with
-    strategies, given = (
-        starting_layouts(space, budgets),
-        Proposal.read(options.layouts or ()).layouts,
-    )
+    strategies = starting_layouts(space, budgets)
+    given = Proposal.read(options.layouts or ()).layouts
     _check_given(space, strategies, given)
     starts = {
         **strategies,

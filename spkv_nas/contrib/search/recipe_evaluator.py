@@ -45,7 +45,8 @@ class RecipeEvaluator:
             recipe, base, runs, device=device, reporter=reporter
         )
         short = shortened(context.recipe)
-        self._context, self._max_tokens = context, max_tokens
+        self._context = context
+        self._max_tokens = max_tokens
         self._contexts: dict[search_table.Retraining, branches.BranchContext] = {
             "short": replace(context, recipe=short),
             "full": context,
@@ -79,7 +80,8 @@ class RecipeEvaluator:
 
     def documents(self, fidelity: search_table.Fidelity) -> selection.Selection:
         """Return the held-out documents that results of a fidelity are measured on."""
-        heldout, selects = self._context.corpus.heldout, self._chosen_on.text_ids
+        heldout = self._context.corpus.heldout
+        selects = self._chosen_on.text_ids
         return heldout.text_ids - selects if fidelity == "full" else selects
 
     @property
@@ -106,7 +108,9 @@ class RecipeEvaluator:
     @cached_property
     def _scored_on(self) -> TokenBlocks:
         """Return the text used for selection, mixed with RULER samples if the recipe's training text is."""
-        text, corpus, recipe = self._chosen_on, self._context.corpus, self._context.recipe
+        text = self._chosen_on
+        corpus = self._context.corpus
+        recipe = self._context.recipe
         if recipe.data.mix is None:
             return text
         return mixed_heldout(recipe, corpus.tokenizer, corpus.essays, text, text.num_blocks)

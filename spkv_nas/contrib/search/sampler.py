@@ -30,9 +30,8 @@ class Sampler(registry.Entry, ABC):
     interrupted, produce the same study.
     """
 
-    takes_starts: ClassVar[bool] = (
-        False  # whether it first tries the layouts that the search starts from
-    )
+    # Whether it first tries the layouts that the search starts from
+    takes_starts: ClassVar[bool] = False
 
     @abstractmethod
     def layouts(

@@ -116,7 +116,8 @@ def ranks(values: Float) -> Float:
 
 def starting_layouts(space: Space, budgets: list[int]) -> dict[str, Layout]:
     """Return the layouts to start from: the strategies' for one budget, the best of five budgets for a range."""
-    table, window = space.table, space.window
+    table = space.table
+    window = space.window
     if len(budgets) == 1:
         # Use every strategy for a single budget
         strategies = [
@@ -186,7 +187,8 @@ def best_start(trials: Sequence[Trial], starts: Mapping[str, Layout]) -> Trial |
 
 def ranked(values: Float) -> list[int]:
     """Return the row numbers of ``values`` [points, objectives] by successive Pareto fronts, best first."""
-    remaining, order = list(range(len(values))), []
+    remaining = list(range(len(values)))
+    order = []
     while remaining:
         front = [remaining[index] for index in first_front(values[remaining])]
         order += front

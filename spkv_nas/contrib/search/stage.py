@@ -66,9 +66,11 @@ def run(options: SearchOptions, reporter: progress.Reporter = progress.SILENT) -
     """Search for layouts as one of possibly many workers; write the results to ``reports/<name>/``."""
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     # Check options and read their files
-    specification, workspace = specify(options, reporter), options.folders
+    specification = specify(options, reporter)
+    workspace = options.folders
     name = specification.name
-    folder, layouts = workspace.report_dir(name), workspace.layout_dir(name) / SEARCH
+    folder = workspace.report_dir(name)
+    layouts = workspace.layout_dir(name) / SEARCH
     # Prepare the dense model
     evaluator = recipe_evaluator.RecipeEvaluator(
         specification.recipe,
@@ -125,7 +127,8 @@ def write_results(
     ]
     documents = frozenset[str]().union(*map(search.evaluator.documents, ("zero_shot", *retrained)))
     # The result depends on these inputs besides the number of trials
-    space, evaluator = search.space, search.evaluator
+    space = search.space
+    evaluator = search.evaluator
     inputs = {
         "identity": evaluator.identity,
         "recipe": dict(evaluator.settings),
@@ -160,7 +163,9 @@ def _origin(
     search: driver.Search, rows: pd.DataFrame, retrained: Sequence[Retraining]
 ) -> dict[str, Any]:
     """Return the content of ``search.yaml``; layouts, and thus the control, were ``retrained`` at these fidelities."""
-    space, effort, evaluator = search.space, search.effort, search.evaluator
+    space = search.space
+    effort = search.effort
+    evaluator = search.evaluator
     return {
         "probe": space.table.name,
         "tau": histogram.rounded_tau(space.table.tau),
@@ -192,8 +197,10 @@ def recommend(search: driver.Search, trials: Sequence[Trial]) -> Recommendation 
     A layout beats the start if the whole 95 % interval of their paired difference is below 0, after full retraining on
     documents that the search did not use, where there is any. None may cost more than the start.
     """
-    evaluator, start = search.evaluator, best_start(trials, search.starts)
-    tokens, number = evaluator.evaluation_tokens, evaluator.num_selection_documents
+    evaluator = search.evaluator
+    start = best_start(trials, search.starts)
+    tokens = evaluator.evaluation_tokens
+    number = evaluator.num_selection_documents
     # Do not rank by few documents
     if number < MIN_DOCUMENTS:
         first = next(iter(search.starts.values()), None)
@@ -262,11 +269,13 @@ def _text(change: paired.PairedDifference) -> str:
 
 def cache_bytes(specification: SearchSpecification, shape: Shape) -> LayoutCost | None:
     """Return the objective kv-bytes: keys and values at the context, in the probe's dtype or bfloat16; None for NLL."""
-    table, context = specification.space.table, specification.context
+    table = specification.space.table
+    context = specification.context
     if context is None:
         return None
     known = table.metadata
-    head_dim, dtype = known.get("head_dim") or shape.head_dim, known.get("dtype") or "bfloat16"
+    head_dim = known.get("head_dim") or shape.head_dim
+    dtype = known.get("dtype") or "bfloat16"
     requirements = Requirements(
         specification.space.constraints, context=context, head_dim=head_dim, kv_dtype=dtype
     )
@@ -284,8 +293,11 @@ def cache_bytes(specification: SearchSpecification, shape: Shape) -> LayoutCost 
 def show(result: SearchResult) -> None:
     """Print the best layouts, how well cheap measures rank them, and the layout to take."""
     printing.show_alarm(result.alarm)
-    rows, cost, evaluator = result.rows, result.work.cost, result.work.evaluator
-    number, tokens = evaluator.num_selection_documents, evaluator.evaluation_tokens
+    rows = result.rows
+    cost = result.work.cost
+    evaluator = result.work.evaluator
+    number = evaluator.num_selection_documents
+    tokens = evaluator.evaluation_tokens
     is_ranked = number >= MIN_DOCUMENTS
     # Table of the best layouts
     shown = ranking.best_layouts(rows) if is_ranked else rows.drop_duplicates("hash").head(12)
@@ -326,7 +338,9 @@ def show(result: SearchResult) -> None:
 
 def document(result: SearchResult) -> dict[str, Any]:
     """Return all layouts of a search, the rank correlations of cheap measures, and the layout to take."""
-    recommended, evaluator, cost = result.recommended, result.work.evaluator, result.work.cost
+    recommended = result.recommended
+    evaluator = result.work.evaluator
+    cost = result.work.cost
     return {
         "layouts": result.rows,
         "alarm": result.alarm,
@@ -347,7 +361,8 @@ def plan(options: SearchOptions, reporter: progress.Reporter = progress.SILENT) 
     specification = specify(options, reporter)
     planner = dry_run.planner_of(options, specification.file, reporter)
     # Split the held-out text as the search does
-    text, data = planner.text, specification.recipe.data
+    text = planner.text
+    data = specification.recipe.data
     heldout = text.heldout(data)
     num_tokens = min(options.max_tokens, heldout // 2)
     num_documents = min(

@@ -20,7 +20,8 @@ from sqlalchemy import exc, make_url, pool
 
 from spkv_nas.base import errors, extras
 
-HEARTBEAT, GRACE = 10, 60  # seconds between heartbeats, and without one until a trial fails
+HEARTBEAT = 10  # seconds between heartbeats
+GRACE = 60  # seconds without one until a trial fails
 STARTUP = 4  # complete retrainings before any is pruned: a median of fewer says little
 INDEX = "index"  # user attribute of a trial: number of its task
 _SETTINGS = "settings"  # user attribute of a study
@@ -127,7 +128,9 @@ def work(
 def _run_free(study: optuna.Study, number: int, run: Run, num_prior: Callable[[int], int]) -> None:
     """Run the first free task, if there is one, as a trial; of several that take it at once, the first keeps it."""
     with _stable():
-        trial, state, values = study.ask(), TrialState.FAIL, None
+        trial = study.ask()
+        state = TrialState.FAIL
+        values = None
     with get_heartbeat_thread(trial._trial_id, trial.storage):
         try:
             if free := _free(_read(study), number, num_prior):
@@ -136,7 +139,8 @@ def _run_free(study: optuna.Study, number: int, run: Run, num_prior: Callable[[i
                     trial.storage.record_heartbeat(trial._trial_id)
                 trial.set_user_attr(INDEX, free[0])
                 if free[0] in _free(_read(study)[: trial.number], number, lambda _: 0):
-                    values, state = run(trial, free[0]), TrialState.COMPLETE
+                    values = run(trial, free[0])
+                    state = TrialState.COMPLETE
         except exceptions.TrialPruned:
             state = TrialState.PRUNED
         finally:  # unless another worker took it for dead, and runs the task

@@ -71,9 +71,12 @@ class Study:
         cost: LayoutCost | None = None,
     ) -> None:
         """Create a study without trials; ``optimize`` runs it."""
-        self._space, self._score, self._cost = space, score, cost
+        self._space = space
+        self._score = score
+        self._cost = cost
         chosen = SAMPLERS[sampler]
-        self._kind, self._seed = chosen.name, seed
+        self._kind = chosen.name
+        self._seed = seed
         self._sampler = StudySampler(space, chosen, seed, list(starts.values()))
         self._finished: list[Trial] = []
         # By content hash; may include layouts scored but not tried because of a stop
@@ -95,10 +98,8 @@ class Study:
                 self._scores[layout.content_hash] = score
             # Record the trials and call back
             for layout in layouts:
-                cost, score = (
-                    None if self._cost is None else self._cost.of(layout),
-                    self._scores[layout.content_hash],
-                )
+                cost = None if self._cost is None else self._cost.of(layout)
+                score = self._scores[layout.content_hash]
                 trial = Trial(self._kind, self._seed, len(self._finished), layout, cost, score)
                 self._finished.append(trial)
                 for callback in callbacks:

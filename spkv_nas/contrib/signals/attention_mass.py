@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 class AttentionMass(Signal):
     """Attention weight on keys outside the window."""
 
-    name, help = "attention-mass", "share of attention outside the window"
+    name = "attention-mass"
+    help = "share of attention outside the window"
     unit = ATTENTION_UNIT
     takes_sinks = True
 

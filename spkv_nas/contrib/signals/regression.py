@@ -17,8 +17,10 @@ if TYPE_CHECKING:
 class Regression(Signal):
     """Coefficient of each head in a regression of the NLL of random layouts."""
 
-    name, help = "regression", "NLL saved on average over random layouts of a budget"
-    kind, unit = GAIN, NATS
+    name = "regression"
+    help = "NLL saved on average over random layouts of a budget"
+    kind = GAIN
+    unit = NATS
     computes_logits = takes_sinks = caches_scores = is_bounded = True
     cached_layers = 0.25  # of a search of 64 layouts: 6 of 21
 

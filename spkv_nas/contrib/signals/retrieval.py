@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 class Retrieval(Signal):
     """Attention weight on the earlier copy of the token to predict."""
 
-    name, help = "retrieval", "attention on the token to copy, in repeated random strings"
+    name = "retrieval"
+    help = "attention on the token to copy, in repeated random strings"
     unit = ATTENTION_UNIT
     takes_sinks = True
     reads_blocks = False  # but random strings

@@ -12,12 +12,15 @@ from typing import Any
 from spkv_nas.base import errors, files
 from spkv_nas.data.sources import documents, only_texts
 
-SQUAD, HOTPOT = "qa_1", "qa_2"  # task for each form of file
+# Task for each form of file
+SQUAD = "qa_1"
+HOTPOT = "qa_2"
 _MAX_BYTES = 1 << 30
 Haystack = Callable[
     [int], list[str]
 ]  # parts of a text, such as lines or sentences, by number of units
-_MAX_DOCUMENTS, _MAX_WORDS = 1000, 500_000
+_MAX_DOCUMENTS = 1000
+_MAX_WORDS = 500_000
 _LONGEST = 60  # maximum words per sentence; text without full stops is cut
 _MIN_SENTENCES = 20  # minimum number of sentences of essays
 

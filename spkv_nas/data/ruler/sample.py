@@ -14,8 +14,10 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.data.tokenizer import Tokenizer
 
 VERSION = 2  # version of the text of samples; 1 had spaces instead of line breaks in noise
-_ENOUGH, _AIM = 0.02, 0.01  # share of the length that may stay empty; share that a guess aims for
-_FIRST, _GROWTH = 4, 16  # units of the first guess; maximum growth factor of the next one
+_ENOUGH = 0.02  # share of the length that may stay empty
+_AIM = 0.01  # share of it that a guess aims for
+_FIRST = 4  # units of the first guess
+_GROWTH = 16  # maximum growth factor of the next one
 _GUESSES, _TRIES = (
     16,
     64,
@@ -116,7 +118,8 @@ def fill(
             f"{request.length} are too few"
         )
     # Search for the largest number of units that fits: guess by tokens per unit, then bisect
-    low, high = least, (limit if most is None else most) + 1  # units that fit, units that do not
+    low = least  # units that fit
+    high = (limit if most is None else most) + 1  # units that do not
     guess = least + _FIRST
     for attempt in range(_TRIES):
         if high - low <= 1 or best.num_tokens >= limit - _ENOUGH * request.length:
@@ -125,7 +128,8 @@ def fill(
         candidate = sample(guess)
         per_unit = max((candidate.num_tokens - best.num_tokens) / (guess - low), 0.1)
         if candidate.num_tokens <= limit:
-            best, low = candidate, guess
+            best = candidate
+            low = guess
         else:
             high = guess
         # Guess how many units fill the missing tokens

@@ -34,9 +34,8 @@ class RulerBlocks:
     learns_all: bool  # True if text and question are learned too, not only the answers
     seed: int  # seed of the samples
     material: Material  # essays and questions of the user
-    boundaries: Boundaries = (
-        PLAIN  # tokens that every block begins with, and those after each sample
-    )
+    # Tokens that every block begins with, and those after each sample
+    boundaries: Boundaries = PLAIN
 
     def check(self) -> None:
         """Raise ``UserError`` unless every task fits in the longest samples, and some task in every length."""
@@ -62,7 +61,8 @@ class RulerBlocks:
         tokens = np.full(self.block_size, self.boundaries.filling, dtype=np.int32)
         learned = np.zeros(self.block_size, dtype=np.bool_)
         tokens[:num_opening] = ~np.array(self.boundaries.opening, dtype=np.int32)
-        num_samples, position = 0, num_opening
+        num_samples = 0
+        position = num_opening
         # Append samples while another one fits
         while self.block_size - position >= length:
             sample = self._draw(rng, number * self.block_size + num_samples, length)

@@ -26,7 +26,8 @@ _DRAW: dict[str, Callable[[Random], str]] = {
     "number": words.number,
     "uuid": words.uuid,
 }
-_LINE_BREAK, _SPACE = "\n", " "  # between lines of noise or needles; between sentences of essays
+_LINE_BREAK = "\n"  # between lines of noise or needles
+_SPACE = " "  # between sentences of essays
 _NOISE = (
     "The grass is green.",
     "The sky is blue.",
@@ -34,7 +35,10 @@ _NOISE = (
     "Here we go.",
     "There and back again.",
 )
-_LETTERS, _EXAMPLE_LETTERS, _EXAMPLE_SENTENCES, _MIN_SENTENCES = 5, 3, 10, 10
+_LETTERS = 5
+_EXAMPLE_LETTERS = 3
+_EXAMPLE_SENTENCES = 10
+_MIN_SENTENCES = 10
 _LONG = 4096  # tokens from which the form with most repetitions is tried
 _ENTRY_TOKENS = 3  # minimum tokens per entry of the list: number, full stop, word
 _DOTS = "..."
@@ -91,9 +95,8 @@ class Needles:
     essays that begin at a random sentence.
     """
 
-    haystack: str = (
-        "essays"  # or "noise", or "needles": sentences like the hidden one, with other keys
-    )
+    # Or "noise", or "needles": sentences like the hidden one, with other keys
+    haystack: str = "essays"
     key: str = "word"  # kind of keys: "word", "number" or "uuid"
     value: str = "number"  # kind of values
     num_keys: int = 1  # number of hidden keys
@@ -104,7 +107,8 @@ class Needles:
         """Generate a sample; noise replaces essays if there are none."""
         rng = request.rng
         seen: set[str] = set()
-        draw_key, draw_value = partial(_DRAW[self.key], rng), partial(_DRAW[self.value], rng)
+        draw_key = partial(_DRAW[self.key], rng)
+        draw_value = partial(_DRAW[self.value], rng)
         # Draw keys, values, depths and queries
         keys = [words.new(draw_key, seen) for _ in range(self.num_keys)]
         values = [[draw_value() for _ in range(self.num_values)] for _ in keys]
@@ -372,7 +376,8 @@ class DocumentQuestions:
         )
 
     def _ask(self, request: Request, questions: Questions, question: Question) -> Sample:
-        rng, related = request.rng, {*question.documents, *question.related}
+        rng = request.rng
+        related = {*question.documents, *question.related}
         # Choose documents: the question's own, then those of its article, then others
         akin = rng.sample(question.related, len(question.related))
         number = min(len(questions.documents), request.length // _DOCUMENT_TOKENS)

@@ -16,7 +16,8 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
 
     file = _file(Path(request["folder"]))
     # Load the model, with a cache in float32
-    prompt, steps = request["tokens"], request["steps"]
+    prompt = request["tokens"]
+    steps = request["steps"]
     model = llama_cpp.Llama(
         str(file),
         n_ctx=len(prompt) + steps,

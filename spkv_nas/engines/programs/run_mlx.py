@@ -22,7 +22,8 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
     model, _ = load_model(Path(request["folder"]))
     model.set_dtype(mx.float32)
     # Score the prompt in one pass
-    prompt, steps = request["tokens"], request["steps"]
+    prompt = request["tokens"]
+    steps = request["steps"]
     logits = model(mx.array([prompt]), cache=make_prompt_cache(model))[0, :-1]  # [T - 1, V]
     logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
     scored = mx.take_along_axis(logprobs, mx.array(prompt[1:])[:, None], axis=-1)[:, 0].tolist()

@@ -22,7 +22,8 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
     ).eval()
     # Generate with the model's cache, and score the tokens in one pass
     prompt = torch.tensor([request["tokens"]])
-    model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
     generated = model.generate(
         prompt,
         attention_mask=torch.ones_like(prompt),

@@ -26,7 +26,8 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
     from vllm.sampling_params import RequestOutputKind
 
     # Generate, with the log-probabilities of the prompt
-    prompt, steps = request["tokens"], request["steps"]
+    prompt = request["tokens"]
+    steps = request["steps"]
     model = LLM(
         request["folder"],
         dtype="float32",
@@ -95,7 +96,8 @@ def _cache(engine: Any, held: list[int]) -> list[str]:
     ]
     # Requests that fit
     settings = engine.vllm_config
-    context, page = settings.model_config.max_model_len, settings.cache_config.block_size
+    context = settings.model_config.max_model_len
+    page = settings.cache_config.block_size
     tokens, requests = get_kv_cache_capacity(settings, config)
     block_bytes = (
         max(tensor.size for tensor in config.kv_cache_tensors) // config.num_blocks

@@ -54,7 +54,9 @@ Distance = Annotated[
 class DocumentNLLs(Criterion):
     """Rise of the NLL of documents."""
 
-    name, help, title = "nll", "rise of the NLL in percent", "NLL by document"
+    name = "nll"
+    help = "rise of the NLL in percent"
+    title = "NLL by document"
     test = RelativeRise()
 
     def prepare(self, setting: Setting) -> Rounds:
@@ -73,13 +75,16 @@ class DocumentRounds(Rounds):
 
     def __init__(self, blocks: "TokenBlocks", identity: str, batch_size: int) -> None:
         """Find the last block of each document of a text, whose documents are in random order (``in_random_order``)."""
-        self.blocks, self.identity, self.batch_size = blocks, identity, batch_size
+        self.blocks = blocks
+        self.identity = identity
+        self.batch_size = batch_size
         # Documents with predicted tokens, and the last block of each, in the order of these blocks
         document = blocks.document[:, 1:]
         present, first = np.unique(document[::-1], return_index=True)
         last = blocks.num_blocks - 1 - first // document.shape[1]
         order = np.argsort(last, kind="stable")
-        self._present, self._last = present[order].astype(np.intp), last[order]
+        self._present = present[order].astype(np.intp)
+        self._last = last[order]
         self.num_samples = len(present)
 
     @property
@@ -126,7 +131,8 @@ class DocumentRounds(Rounds):
 class Agreement(Criterion):
     """Share of tokens of the dense model's greedy continuations that a candidate does not predict."""
 
-    name, title = "agreement", "Disagreement of greedy tokens"
+    name = "agreement"
+    title = "Disagreement of greedy tokens"
     help = "greedy tokens that differ from the dense model's, in percentage points"
     test = MeanShortfall()
     temperature: ClassVar[float] = 0.0
@@ -135,7 +141,8 @@ class Agreement(Criterion):
 
     def prepare(self, setting: Setting) -> Rounds:
         """Return one continuation per document, which the dense model writes; by default half a block."""
-        length, temperature = setting.blocks.block_size, self.temperature
+        length = setting.blocks.block_size
+        temperature = self.temperature
         new_tokens = self.new_tokens or length // 2
         if new_tokens >= length:
             raise UserError(
@@ -155,7 +162,8 @@ class Agreement(Criterion):
 class Acceptance(Agreement):
     """Share of tokens that the dense model samples and that speculative sampling rejects of a candidate's draft."""
 
-    name, title = "acceptance", "Rejection by speculative sampling"
+    name = "acceptance"
+    title = "Rejection by speculative sampling"
     help = "sampled tokens that speculative sampling rejects, in percentage points"
     temperature = 1.0
 
@@ -191,8 +199,12 @@ class ContinuationRounds(Rounds):
         identity: str,
     ) -> None:
         """Continue the beginning of each block, of which there is one per document, in random order."""
-        self._tokenizer, self._blocks, self._new_tokens = tokenizer, blocks, new_tokens
-        self._temperature, self._seed, self.identity = temperature, seed, identity
+        self._tokenizer = tokenizer
+        self._blocks = blocks
+        self._new_tokens = new_tokens
+        self._temperature = temperature
+        self._seed = seed
+        self.identity = identity
         self.num_samples = blocks.num_blocks
 
     def prepare(self, index: int, dense: "PreTrainedModel") -> dict[str, NDArray[Any]]:
@@ -248,7 +260,8 @@ def _padded(rows: Sequence[Sequence[float]]) -> arrays.Float:
 class Recall(Criterion):
     """Share of the tokens of a passage that are predicted when it occurs again, far from where it occurred first."""
 
-    name, title = "recall", "Recall of repeated passages"
+    name = "recall"
+    title = "Recall of repeated passages"
     help = (
         "drop of the share of tokens predicted where a passage occurs again, in percentage points"
     )
@@ -258,7 +271,8 @@ class Recall(Criterion):
 
     def prepare(self, setting: Setting) -> Rounds:
         """Return the documents that are longer than the distance, with a passage of each repeated at the end."""
-        blocks, size = setting.blocks, setting.blocks.block_size
+        blocks = setting.blocks
+        size = setting.blocks.block_size
         length = max(2 * _CUE, min(64, size // 16))
         # Tokens of the last document of each block
         last = (blocks.document == blocks.document[:, -1:]).sum(1)
@@ -278,8 +292,10 @@ class RecallRounds(Rounds):
 
     def __init__(self, blocks: "TokenBlocks", first: int, length: int, identity: str) -> None:
         """Repeat the ``length`` tokens from position ``first`` on at the end of each block, in random order."""
-        self._blocks, self._passages = blocks, blocks.tokens[:, first : first + length]
-        self.identity, self.num_samples = f"{identity} {first} {length}", blocks.num_blocks
+        self._blocks = blocks
+        self._passages = blocks.tokens[:, first : first + length]
+        self.identity = f"{identity} {first} {length}"
+        self.num_samples = blocks.num_blocks
 
     def measure(self, index: int, model: "PreTrainedModel", prepared: Prepared) -> arrays.Float:
         """Return the share of each passage of a round whose tokens, but for the first four, are the most probable."""

@@ -115,7 +115,9 @@ class RelativeRise(PairedTest):
 class MeanDrop(PairedTest):
     """Test of the drop of a mean of scores in [0, 1], in percentage points. Exact for any distribution."""
 
-    unit, lowest, highest = "points", -100.0, 100.0
+    unit = "points"
+    lowest = -100.0
+    highest = 100.0
 
     def loss(self, pairs: Float) -> float:
         """Return the drop of the mean in points; NaN without samples."""
@@ -179,7 +181,8 @@ def _target(level: float) -> float:
 
 def _smallest(is_enough: Callable[[float], bool]) -> float:
     """Return the smallest distance that is enough, by doubling and bisection; infinity if none of up to 100 is."""
-    low, high = 0.0, 1e-3
+    low = 0.0
+    high = 1e-3
     while not is_enough(high):
         low, high = high, 2.0 * high
         if low > 100.0:

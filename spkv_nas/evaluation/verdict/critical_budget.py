@@ -142,7 +142,9 @@ def _bisect(
 
     From a ``first`` position it goes in steps of 1, 1, 2, 4, ..., until a position went each way.
     """
-    low, high, step = -1, number, 1
+    low = -1
+    high = number
+    step = 1
     middle = (number - 1) // 2 if first is None else first
     while high - low > 1:
         risk /= 2.0

@@ -36,7 +36,8 @@ from spkv_nas.evaluation.verdict.criterion import (
 )
 
 # Text to compare on by default: one block per document, within limits
-MIN_BLOCKS, MAX_TOKENS = 128, 1 << 22
+MIN_BLOCKS = 128
+MAX_TOKENS = 1 << 22
 
 Pairs = dict[str, arrays.Float]  # scores [n, 2] of a candidate and the dense model, by criterion
 Answer = Literal["passes", "fails", "open"]
@@ -324,10 +325,12 @@ class Trial:
             if (measured := pairs.get(criterion.name)) is None:
                 continue
             # Test the loss, and bound it
-            test, tested = criterion.test, criterion.test.evidence(measured, margin)
+            test = criterion.test
+            tested = criterion.test.evidence(measured, margin)
             low, high = loss_interval(test, measured, *risks)
             # Estimate how many more samples would decide
-            answer, more = levels.answer(tested), None
+            answer = levels.answer(tested)
+            more = None
             if answer == "open":
                 more = more_samples(
                     test, measured, margin, passes=levels.passes, fails=levels.fails
@@ -391,7 +394,8 @@ def decide_all(
     }
     decided = decide(evidence, list(margins), risk)
     # Fill the table; the intervals share the risk equally
-    rows, share = [], risk / len(candidates)
+    rows = []
+    share = risk / len(candidates)
     for name, scores in pairs.items():
         others = [answer for other, answer in decided.items() if other != name]
         levels = Levels.of(

@@ -112,7 +112,8 @@ def write_card(
     ``form`` says what it is and what loads it, ``verified`` what was compared, if anything, and ``engines`` what each
     does with it, by name and version.
     """
-    layout, dtype = hybrid.layout, device.dtype_name(hybrid.model.dtype)
+    layout = hybrid.layout
+    dtype = device.dtype_name(hybrid.model.dtype)
     dtype = dtype if dtype in units.ITEM_BYTES else "float32"
     metadata, name = _base_model(facts.checkpoint)
     sinks = {0: "", 1: ", and the first token"}.get(
@@ -196,17 +197,16 @@ def _base_model(checkpoint: files.StrPath) -> tuple[dict[str, Any], str]:
 
 def _memory(hybrid: Hybrid, dtype: str) -> Iterable[str]:
     """Yield the rows on the KV cache at several numbers of tokens, and which are beyond the model's positions."""
-    layout, size = hybrid.layout, model_shape.model_size(hybrid.model)
+    layout = hybrid.layout
+    size = model_shape.model_size(hybrid.model)
     layers = local_layers.config_layers(size.native_windows or [None] * layout.num_layers)
     facts = local_layers.cache_facts(layers, size.heads.heads_per_layer, size.heads.head_dims)
     # List the model's own context, too, if it is shorter than all of them
     most = size.positions or _CONTEXTS[-1]
     for context in (*([most] if most < _CONTEXTS[0] else []), *_CONTEXTS):
         cost = CacheCost(context, 1, layout.window, dtype=dtype, sinks=layout.sinks, **facts)
-        used, full = (
-            cost.layout_bytes(layout, local_layers.candidate_layers(layers)),
-            cost.full(layout.num_heads),
-        )
+        used = cost.layout_bytes(layout, local_layers.candidate_layers(layers))
+        full = cost.full(layout.num_heads)
         sizes = (
             f"{units.format_bytes(full)} | {units.format_bytes(used)} | {100 * used / full:.1f} %"
         )
@@ -219,10 +219,8 @@ def _usage(folder: Path, engines: Mapping[str, str], *, is_verified: bool) -> It
     """Yield how to load and serve a folder of the custom model type, or one that plain transformers was verified on."""
     file = folder / "config.json"
     config = files.read_json(file, "config") if file.is_file() else {}
-    is_custom, has_code = (
-        config.get("model_type") == custom_model_type.CUSTOM_MODEL_TYPE,
-        "auto_map" in config,
-    )
+    is_custom = config.get("model_type") == custom_model_type.CUSTOM_MODEL_TYPE
+    has_code = "auto_map" in config
     if not is_custom and not (is_verified and config):
         return
     yield "\n```python"

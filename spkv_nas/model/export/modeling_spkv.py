@@ -98,7 +98,8 @@ class _Hybrid:
             )
         config._attn_implementation = _ATTENTION
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
-        saved, layout = config.spkv["layers"], config.spkv["layout"]
+        saved = config.spkv["layers"]
+        layout = config.spkv["layout"]
         modules: Any = self.named_modules()  # type: ignore[attr-defined]
         layers = [
             (module, saved[name], saved[name].get("reads", name))
@@ -225,7 +226,8 @@ def _attention(
     query = query.to(value.dtype).reshape(
         len(query), key.shape[1], -1, *query.shape[2:]
     )  # [B, Hkv, G, T, D]
-    outputs, order = [], []
+    outputs = []
+    order = []
     for window, sinks, heads, rows in module.spkv_groups:
         logits = kwargs.get("s_aux") if rows is None else module.learned_sinks["logits"]
         logits = (
@@ -263,12 +265,12 @@ def _attend(
     q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, logits: Tensor | None, **kwargs: Any
 ) -> Tensor:
     """Attend from q [B, H, G, T, D] to k and v [B, H, S, D], with learned sinks [H, G] or None."""
-    scale, drop, cap = (
-        kwargs.get("scaling") or q.shape[-1] ** -0.5,
-        kwargs.get("dropout", 0.0),
-        kwargs.get("softcap"),
-    )
-    shape, group, length = (*q.shape[:-1], v.shape[-1]), q.shape[2], q.shape[3]
+    scale = kwargs.get("scaling") or q.shape[-1] ** -0.5
+    drop = kwargs.get("dropout", 0.0)
+    cap = kwargs.get("softcap")
+    shape = (*q.shape[:-1], v.shape[-1])
+    group = q.shape[2]
+    length = q.shape[3]
     if logits is not None or cap is not None:
         scores = (q @ k[:, :, None].transpose(-1, -2)).float() * scale  # [B, H, G, T, S]
         scores = scores if cap is None else cap * torch.tanh(scores / cap)

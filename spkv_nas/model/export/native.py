@@ -36,11 +36,14 @@ _NATIVE = (
 )  # fmt: skip
 _SUCCESSOR = {"llama": "ministral", "mistral": "ministral", "olmo2": "olmo3"}
 _ROTARY_IF_LOCAL = ("cohere2", "exaone4")  # their global layers have no position encoding
-_FULL, _SLIDING = "full_attention", "sliding_attention"
+_FULL = "full_attention"
+_SLIDING = "sliding_attention"
 NO_SINK = -1e4  # its exponential is 0 next to any score, and bfloat16 and float16 hold it
 _GRANITE_SWA = "granite_swa"
 _LLAMA_SHAPED = ("llama", "mistral", "ministral", "smollm3", "granite", "qwen2")
-_MLX, _SMOLLM3, _SMOLLM3_SHAPED = "mlx", "smollm3", ("llama", "mistral", "ministral", "qwen2")
+_MLX = "mlx"
+_SMOLLM3 = "smollm3"
+_SMOLLM3_SHAPED = ("llama", "mistral", "ministral", "qwen2")
 
 
 @dataclass(frozen=True)
@@ -68,10 +71,8 @@ class NativeTarget(ExportTarget):
         """Write the checkpoint with the config of the native architecture."""
         from spkv_nas.model.attach import detached
 
-        config, added = (
-            self.architecture(hybrid.model.config, hybrid.layout),
-            self.added_weights(hybrid.model),
-        )
+        config = self.architecture(hybrid.model.config, hybrid.layout)
+        added = self.added_weights(hybrid.model)
         config.dtype = hybrid.model.dtype
         with detached(hybrid.model):
             weights = hybrid.save(folder, added, lambda to: write_native_config(config, to))
@@ -125,9 +126,8 @@ def native_config(config: PreTrainedConfig, layout: Layout) -> PreTrainedConfig:
     if hasattr(target, "use_sliding_window"):
         options["use_sliding_window"] = True
     if hasattr(target, "max_window_layers"):
-        options["max_window_layers"] = (
-            0  # vLLM's native Qwen classes, which ignore layer windows, refuse 0
-        )
+        # VLLM's native Qwen classes, which ignore layer windows, refuse 0
+        options["max_window_layers"] = 0
     if target.model_type == "olmo3" and kind != "olmo3":
         options["rope_parameters"] = {
             layer_type: dict(config.rope_parameters) for layer_type in (_FULL, _SLIDING)
@@ -153,7 +153,8 @@ def llama_shaped_config(
     """
     from transformers import AutoConfig
 
-    values, target = config.to_dict(), AutoConfig.for_model(model_type)
+    values = config.to_dict()
+    target = AutoConfig.for_model(model_type)
     options: dict[str, Any] = {
         key: values[key] for key in target.to_dict().keys() & values.keys() - {"model_type"}
     }

@@ -66,7 +66,8 @@ def _add_code(hybrid: Hybrid, folder: Path) -> str:
     from spkv_nas.model.export import verify_export
 
     # Name the classes and copy their file
-    config, code = folder / "config.json", folder / _CODE.name
+    config = folder / "config.json"
+    code = folder / _CODE.name
     before = config.read_bytes()
     kinds = custom_model_type.native_class(hybrid.model.config), type(hybrid.model)
     names = (f"{code.stem}.SPKV{kind.__name__}" for kind in kinds)

@@ -122,7 +122,8 @@ def _ask(
 ) -> list[torch.Tensor | str]:
     """Write requests to ``folder``, run the program, and read its answers."""
     # Write the requests
-    requests, answers = folder / "requests.json", folder / "answers.json"
+    requests = folder / "requests.json"
+    answers = folder / "answers.json"
     outputs = [folder / f"{number}.safetensors" for number in range(len(hybrids))]
     request_list = [
         {

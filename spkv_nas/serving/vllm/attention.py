@@ -43,8 +43,10 @@ class HeadwiseAttention(torch.nn.Module):
         ``layer`` says whether its local heads have learned sinks or sink tokens.
         """
         super().__init__()
-        self.head_size, self.group = stock.head_size, stock.num_heads // stock.num_kv_heads
-        self.num_heads, self.num_kv_heads = stock.num_heads, stock.num_kv_heads
+        self.head_size = stock.head_size
+        self.group = stock.num_heads // stock.num_kv_heads
+        self.num_heads = stock.num_heads
+        self.num_kv_heads = stock.num_kv_heads
         self.has_sink = layer.learned_sinks
         del vllm_config.compilation_config.static_forward_context[stock.layer_name]
         # Global heads must not get the window of the whole model
@@ -52,7 +54,8 @@ class HeadwiseAttention(torch.nn.Module):
         cache_config.sliding_window = None
         # Make a layer for each part
         self.parts = torch.nn.ModuleList()
-        self.query_counts, self.head_counts = [], []
+        self.query_counts = []
+        self.head_counts = []
         for number, part in enumerate(divided):
             num_queries = len(part.heads) * self.group
             sizes = (num_queries, self.head_size, stock.impl.scale)
@@ -150,7 +153,8 @@ def replace_attention(model: torch.nn.Module, vllm_config: Any) -> None:
     if any(layer.sinks for layer in layers.values()):
         sink_tokens.check_engine(vllm_config)
     # Divide the heads alike on all ranks
-    ranks, rank = get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()
+    ranks = get_tensor_model_parallel_world_size()
+    rank = get_tensor_model_parallel_rank()
     for index, (_, _, stock) in stock_layers.items():
         _check_layer(index, stock, layers[index], ranks)
     shards = [

@@ -77,7 +77,8 @@ class ServedLayer(ConfigLayer):
 def served_layers(section: Mapping[str, Any]) -> dict[int, ServedLayer]:
     """Return a section's attention layers by their index in the model; ``UserError`` if its rows do not match them."""
     # Match rows and layers
-    layout, rows = section["layout"], section["layout"]["heads"]
+    layout = section["layout"]
+    rows = section["layout"]["heads"]
     by_index = {
         layer_index(name): ServedLayer(saved.get("native_window"))
         for name, saved in section["layers"].items()
@@ -96,10 +97,8 @@ def served_layers(section: Mapping[str, Any]) -> dict[int, ServedLayer]:
         ]
         layer.windows = tuple(None if window == MAX_WINDOW else window for window in windows)
         if any(map(layer.takes_sinks, layer.windows)):
-            layer.learned_sinks, layer.sinks = (
-                bool(layout.get("learned_sinks")),
-                int(layout.get("sinks", 0)),
-            )
+            layer.learned_sinks = bool(layout.get("learned_sinks"))
+            layer.sinks = int(layout.get("sinks", 0))
     return layers
 
 
@@ -155,10 +154,8 @@ def prepare(config: Any) -> None:
     served_layers(section)
     # Drop kinds of layers that mean windows alone, where vLLM's classes refuse them
     if config.model_type in _ONE_WINDOW:
-        config.layer_types, config.sliding_window = (
-            ["full_attention"] * config.num_hidden_layers,
-            None,
-        )
+        config.layer_types = ["full_attention"] * config.num_hidden_layers
+        config.sliding_window = None
         config.use_sliding_window = False
     # Choose the class that applies the layout
     names = [str(name).removeprefix(PREFIX) for name in config.architectures or []]

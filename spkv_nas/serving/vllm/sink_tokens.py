@@ -34,7 +34,8 @@ from spkv_nas.base.errors import UserError
 _NO_SINK = (
     -1e4
 )  # underflows to a weight of 0 beside the first token in the window, whose score is 0
-_FIRST, _UNUSED = 0, 1  # slots of a page: of the first token, and one that nobody reads
+_FIRST = 0  # slots of a page: of the first token
+_UNUSED = 1  # one that nobody reads
 
 
 class SinkTokenAttention(torch.nn.Module):
@@ -58,7 +59,8 @@ class SinkTokenAttention(torch.nn.Module):
         among them the number of KV heads and the window.
         """
         super().__init__()
-        self.head_size, self.num_kv_heads = head_size, options["num_kv_heads"]
+        self.head_size = head_size
+        self.num_kv_heads = options["num_kv_heads"]
         self.group = num_queries // self.num_kv_heads
         # Query heads of a KV head: the group with the first token as learned sink, then without
         sinks = torch.tensor([0.0] * self.group + [_NO_SINK] * self.group).repeat(self.num_kv_heads)
@@ -118,8 +120,10 @@ class SinkTokenCache(torch.nn.Module, AttentionLayerBase):
     def __init__(self, attention: Any, name: str, vllm_config: Any):
         """Register the layer, with the KV heads and the type of cache of the ``attention`` over the window."""
         super().__init__()
-        self.num_kv_heads, self.head_size = attention.num_kv_heads, attention.head_size
-        self.dtype, self.layer_name = attention.kv_cache_torch_dtype, name
+        self.num_kv_heads = attention.num_kv_heads
+        self.head_size = attention.head_size
+        self.dtype = attention.kv_cache_torch_dtype
+        self.layer_name = name
         self.impl = SinkTokenImpl(attention.sliding_window)
         self.kv_cache = torch.tensor([])
         vllm_config.compilation_config.static_forward_context[name] = self
@@ -210,7 +214,8 @@ class SinkTokenBuilder(AttentionMetadataBuilder):
         """Find the request of each token, and the requests that begin; without a synchronisation."""
         common = common_attn_metadata
         # Map every token to its request by where requests end
-        starts, ends = common.query_start_loc[:-1], common.query_start_loc[1:]
+        starts = common.query_start_loc[:-1]
+        ends = common.query_start_loc[1:]
         tokens = torch.arange(common.num_actual_tokens, device=starts.device, dtype=starts.dtype)
         requests = torch.searchsorted(ends, tokens, right=True).clamp(max=len(starts) - 1)
         # Requests without computed tokens begin in this batch

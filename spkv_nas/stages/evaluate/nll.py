@@ -87,7 +87,8 @@ def _pair(
     options: NLLOptions, subject: Subject, measured: Measured, first: Evaluation, reporter: Reporter
 ) -> Pair:
     """Measure ``options.against`` on the same blocks and add both to ``evaluation.csv``; call on all ranks."""
-    against, blocks = str(options.against), measured.blocks
+    against = str(options.against)
+    blocks = measured.blocks
     # Measure the baseline
     model, _ = load(options, against, reporter)
     with reporter.bar("evaluating --against", "blocks") as progress:
@@ -132,7 +133,8 @@ def _add_rows(
 def show(result: NLLResult) -> None:
     """Print the NLL, and the difference to another checkpoint if there is one."""
     # Print the NLL and the density
-    measured, nll = result.evaluation, result.evaluation.nll
+    measured = result.evaluation
+    nll = result.evaluation.nll
     density = (
         ""
         if measured.density is None

@@ -18,14 +18,17 @@ from spkv_nas.base.workspace import Workspace
 from spkv_nas.stages import flags
 
 DEFAULT_PROBE = assets.EMBEDDED.name  # name of the embedded reference's probe
-REFERENCE, DENSE = f"{assets.EMBEDDED_PREFIX}reference", f"{assets.EMBEDDED_PREFIX}dense"
-ONLY_PROBE, EMBEDDED_RECIPE = "the only one in the workspace", "the embedded models' recipe"
+REFERENCE = f"{assets.EMBEDDED_PREFIX}reference"
+DENSE = f"{assets.EMBEDDED_PREFIX}dense"
+ONLY_PROBE = "the only one in the workspace"
+EMBEDDED_RECIPE = "the embedded models' recipe"
 # Defaults of the text that a model is measured on
 TEXT_CONTEXT = (
     f"the model's, up to {defaults.CONTEXT:,}, or less where the text has no documents as long"
 )
 SEPARATELY = "separate, where the model can keep them apart; of a recipe, as it says"
-LONGEST, CHECKPOINT_TAU = "128k, or the model's maximum if shorter", "the checkpoint's"
+LONGEST = "128k, or the model's maximum if shorter"
+CHECKPOINT_TAU = "the checkpoint's"
 
 
 @dataclass(frozen=True, kw_only=True)

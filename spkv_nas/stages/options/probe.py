@@ -102,9 +102,7 @@ def chosen_signal(options: ProbeOptions) -> Signal:
         if read_gates(Subject.of(options, REFERENCE, "probe on").source) is None:
             name = defaults.RECOMMENDED if options.memory is None else WINDOW_COSTS.name
     # Give it the options that are set
-    signal, values = (
-        SIGNALS[name],
-        {option: getattr(options, option) for option in SIGNALS.shared_options()},
-    )
+    signal = SIGNALS[name]
+    values = {option: getattr(options, option) for option in SIGNALS.shared_options()}
     SIGNALS.check_options(signal, values)
     return signal.with_options(values)

@@ -35,7 +35,8 @@ from spkv_nas.model import model_shape
 from spkv_nas.stages import commands
 from spkv_nas.stages.subject import Subject, check_pair
 
-GREEDY, SAMPLED = "greedy", "sampled"
+GREEDY = "greedy"
+SAMPLED = "sampled"
 DRAFT_TOKENS = (1, 2, 4, 8)  # tokens that a model drafts for each pass of the dense model
 _TEMPERATURES = {GREEDY: 0.0, SAMPLED: 1.0}  # of continuations, by decoding
 
@@ -103,7 +104,8 @@ def expected_passes(kept: arrays.Float, draft_tokens: int) -> arrays.Float:
     passes = np.zeros((number, longest + draft_tokens + 1))
     # Work backwards: the round after a rejection starts behind the rejected token
     for start in reversed(range(longest)):
-        reached, following = np.ones(number), np.zeros(number)
+        reached = np.ones(number)
+        following = np.zeros(number)
         for position in range(start, min(start + draft_tokens, longest)):
             following += reached * (1.0 - kept[:, position]) * passes[:, position + 1]
             reached = reached * kept[:, position]
@@ -201,7 +203,8 @@ def run(
             f"the model predicts {sizes[0]} tokens and the dense model {sizes[1]} (vocab_size), so their distributions "
             "differ in length\ncompare models of equal vocab_size"
         )
-    sample_folder, blocks = options.folders.run_dir(subject.name) / "agreement", measured.blocks
+    sample_folder = options.folders.run_dir(subject.name) / "agreement"
+    blocks = measured.blocks
     key = hashlib.sha256(blocks.tokens.tobytes()).hexdigest()
 
     def measure(decoding: str, temperature: float) -> Agreement:
@@ -248,7 +251,9 @@ def run(
 
 def show(result: AgreementResult) -> None:
     """Print agreement and acceptance, and the tokens per pass of the dense model at each number of drafted tokens."""
-    rows, name, dense = result.rows, console.escape(result.name), console.escape(result.against)
+    rows = result.rows
+    name = console.escape(result.name)
+    dense = console.escape(result.against)
     # Print the agreement of greedy decoding, and the acceptance of sampling
     greedy, sampled = (rows[rows["decoding"] == decoding].iloc[0] for decoding in (GREEDY, SAMPLED))
     agreement = samples.with_error(greedy["agreement"], greedy["agreement_standard_error"])

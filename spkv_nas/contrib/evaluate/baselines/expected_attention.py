@@ -104,7 +104,9 @@ class ExpectedAttention:
 
     def __init__(self, read: Read, rotation: Rotation, sinks: int) -> None:
         """Start with the keys, values and un-rotated queries of a layer, and empty query statistics."""
-        self._rotation, self._sinks, self._scale = rotation, sinks, read.scale
+        self._rotation = rotation
+        self._sinks = sinks
+        self._scale = read.scale
         self._keys = read.k.float()
         self._norms = read.v.float().norm(dim=-1)  # [B, Hkv, n, T]
         self._queries = rotation.undo(read.q)
@@ -125,7 +127,8 @@ class ExpectedAttention:
 
     def scores(self, chunk: Chunk, held: torch.Tensor) -> torch.Tensor:
         """Return the scores [B, Hkv, start] of the keys before the next chunk; ``held`` ones are not evicted yet."""
-        start, sinks = chunk.start, min(self._sinks, chunk.start)
+        start = chunk.start
+        sinks = min(self._sinks, chunk.start)
         mean, covariance = self._statistics(start)
         cos, sin = self._rotation.ahead(start, mean.device)  # [D]
 

@@ -37,9 +37,12 @@ _QUERIES = 64  # queries per chunk
 HIDDEN = 512
 FIT_TOKENS = 32_768  # context tokens to fit on
 _CHECKED = 8  # one context in N is held out to validate the fit
-_EPOCHS, _BATCH, _LEARNING_RATE = 8, 512, 3e-3  # tokens per step; AdamW's, with cosine decay to 0
+_EPOCHS = 8
+_BATCH = 512  # tokens per step
+_LEARNING_RATE = 3e-3  # AdamW's, with cosine decay to 0
 _SMALLEST = 1e-12  # lower clamp of KVzip+ scores before the logarithm
-_ROUNDS, _CLOSE = 4, 0.002  # passes to find a threshold; tolerance of the density
+_ROUNDS = 4  # passes to find a threshold
+_CLOSE = 0.002  # tolerance of the density
 
 
 def kvzip_scores(read: rules.Read, output: Tensor, context: int) -> tuple[Tensor, Tensor]:
@@ -113,7 +116,8 @@ class KVzap:
         Evicting keys in one layer changes the scores of the next ones, so this takes a few passes, the first of which
         evicts nothing.
         """
-        threshold, best = -torch.inf, (1.0, -torch.inf)
+        threshold = -torch.inf
+        best = (1.0, -torch.inf)
         seen: list[Tensor] = []  # [2, keys], scores and weights of keys, by layer and batch
 
         def rule(read: rules.Read) -> tuple[Tensor, rules.Until]:
@@ -254,8 +258,10 @@ def _fit(
     """
     is_held_out = torch.arange(len(hidden)) % _CHECKED == min(_CHECKED, len(hidden)) - 1
     # Normalize the targets
-    x, y = hidden[~is_held_out].flatten(0, 1), target[~is_held_out].flatten(0, 1)
-    mean, deviation = y.mean(0), y.std(0).clamp(min=1e-6)
+    x = hidden[~is_held_out].flatten(0, 1)
+    y = target[~is_held_out].flatten(0, 1)
+    mean = y.mean(0)
+    deviation = y.std(0).clamp(min=1e-6)
     # Fit by AdamW with cosine decay
     network = predictor(x.shape[1], y.shape[1]).to(device)
     optimizer = torch.optim.AdamW(network.parameters(), lr=_LEARNING_RATE)

@@ -8,16 +8,15 @@ from spkv_nas.base import errors, flag
 from spkv_nas.stages import commands, flags
 from spkv_nas.stages.options import CHECKPOINT_TAU, DENSE, SubjectOptions
 
-STREAMING, RANDOM, KVZAP, H2O, EXPECTED = (
-    "streaming",
-    "random",
-    "kvzap",
-    "h2o",
-    "expected-attention",
-)
+STREAMING = "streaming"
+RANDOM = "random"
+KVZAP = "kvzap"
+H2O = "h2o"
+EXPECTED = "expected-attention"
 METHODS = (STREAMING, RANDOM, KVZAP, H2O, EXPECTED)
 
-EXACT, KVPRESS = "exact", "kvpress"
+EXACT = "exact"
+KVPRESS = "kvpress"
 PROTOCOLS = (EXACT, KVPRESS)
 
 TOKENS = 16_384  # of text to evaluate on by default

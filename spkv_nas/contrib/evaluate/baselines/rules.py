@@ -105,9 +105,8 @@ class Read(NamedTuple):
     k: Tensor  # [B, Hkv, n, T, D]
     v: Tensor  # [B, Hkv, n, T, D]
     scale: float
-    decided: Tensor | None = (
-        None  # ``Until`` of the layer whose keys this one reads; None: it decides on its own keys
-    )
+    # ``Until`` of the layer whose keys this one reads; None: it decides on its own keys
+    decided: Tensor | None = None
 
     @property
     def keys_shape(self) -> tuple[int, int, int]:
@@ -152,7 +151,8 @@ def chunked_attention(
     """
     dtype = torch.promote_types(read.v.dtype, torch.float32)
     queries, keys, values = (x.to(dtype) for x in (read.q, read.k, read.v))
-    out, length = torch.empty_like(queries), queries.shape[3]
+    out = torch.empty_like(queries)
+    length = queries.shape[3]
     until = torch.full(read.keys_shape, length, device=queries.device)
     for chunk in protocol.chunks(length):
         start, stop, edge = chunk
@@ -187,10 +187,8 @@ class LayerReader:
 
     def see_hidden(self, _layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         """Keep the hidden states that enter the layer, before its attention is computed."""
-        self._hidden, self.decided = (
-            kwargs["hidden_states"] if "hidden_states" in kwargs else args[0],
-            [],
-        )
+        self._hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+        self.decided = []
 
     def __call__(
         self,
@@ -212,9 +210,11 @@ class LayerReader:
         # Group the heads by KV head, and read each document alone
         q, k, v = (x.view(len(x), self.state.num_kv_heads, -1, *x.shape[2:]) for x in (q, k, v))
         read = Read(self.index, self.reading.block, 0, self._hidden, q, k, v, scale)
-        outputs, decided = [], list(self.decided)
+        outputs = []
+        decided = list(self.decided)
         for number, part in enumerate([read] if starts is None else read.documents(starts)):
-            length, native = part.keys_shape[2], self.state.checkpoint_window
+            length = part.keys_shape[2]
+            native = self.state.checkpoint_window
             if length > native:
                 raise UserError(
                     f"texts of {length} tokens are longer than the model's own sliding window of {native} keys, which "
@@ -285,7 +285,8 @@ def pruned_nll(
 
     Raises ``UserError`` if the model cannot be hooked, or an NLL is not finite.
     """
-    sums, num_pairs = DocumentSums(blocks), torch.zeros(2, dtype=torch.int64)
+    sums = DocumentSums(blocks)
+    num_pairs = torch.zeros(2, dtype=torch.int64)
     with reading(model) as reader:
         reader.rule = rule
 

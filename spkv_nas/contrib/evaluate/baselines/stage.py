@@ -96,7 +96,8 @@ def run(options: BaselinesOptions, reporter: Reporter = SILENT) -> commands.Resu
                 gated, measured.blocks, taus, batch_size=measured.batch_size, progress=bar
             )
     # Write the table
-    rows, nll = baselines_table(measurements), measurements[0].nll
+    rows = baselines_table(measurements)
+    nll = measurements[0].nll
     settings = {
         "window": window,
         "chunk": chunk,
@@ -158,7 +159,9 @@ def _methods(
     measured: Measured, names: Sequence[str], seed: int, reporter: Reporter
 ) -> tuple[Methods, dict[str, Any]]:
     """Return what makes the rule of each method, and the record of networks that were fitted for them."""
-    model, blocks, batch_size = measured.model, measured.blocks, measured.batch_size
+    model = measured.model
+    blocks = measured.blocks
+    batch_size = measured.batch_size
     methods: Methods = {
         choices.STREAMING: lambda protocol, density: streaming(protocol),
         choices.RANDOM: partial(random_keys, seed=seed),
@@ -204,7 +207,9 @@ def _measure(
     reporter: Reporter,
 ) -> list[Measurement]:
     """Measure the dense model, and then every method by protocol, and at every density if it has any."""
-    model, blocks, batch_size = measured.model, measured.blocks, measured.batch_size
+    model = measured.model
+    blocks = measured.blocks
+    batch_size = measured.batch_size
     rows: list[tuple[str, Protocol, float | None]] = []
     rows += [
         (choices.STREAMING, protocol, None)
@@ -224,10 +229,8 @@ def _measure(
         )
         measurements = [Measurement(comparison.FULL_ATTENTION, None, None, 1.0, dense)]
         for number, (name, protocol, target) in enumerate(rows, 1):
-            rule, progress = (
-                methods[name](protocol, target or 0.0),
-                part_of(bar, number, 1 + len(rows)),
-            )
+            rule = methods[name](protocol, target or 0.0)
+            progress = part_of(bar, number, 1 + len(rows))
             nll, density = pruned_nll(
                 model, blocks, rule, protocol, batch_size=batch_size, progress=progress
             )
@@ -260,7 +263,8 @@ def measure_sp_kv(
         def count(
             _: Any, _args: Any, kwargs: Any, logits: Any, tau: float = tau, total: Any = num_pairs
         ) -> None:
-            starts, position = kwargs["starts"], torch.arange(logits.shape[2])[None]
+            starts = kwargs["starts"]
+            position = torch.arange(logits.shape[2])[None]
             is_first = position == (0 if starts is None else starts.cpu())
             outside = torch.cat(
                 [

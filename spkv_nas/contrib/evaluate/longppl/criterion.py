@@ -15,7 +15,8 @@ from spkv_nas.evaluation.verdict import criterion
 class KeyTokenNLL(criterion.Criterion):
     """Rise of the NLL of key tokens."""
 
-    name, title = "longppl", "NLL of key tokens (LongPPL)"
+    name = "longppl"
+    title = "NLL of key tokens (LongPPL)"
     help = "rise of the NLL of key tokens, which need a long context, in percent"
     test = criterion.RelativeRise()
 

@@ -30,7 +30,9 @@ from spkv_nas.evaluation.verdict import criterion
 from spkv_nas.model import config_section, density_tracker, loss, model_shape, modes
 from spkv_nas.model.placement import input_device
 
-LONGPPL_ALPHA, LONGPPL_BETA = 2.0, -2.0  # nats, as of the LongPPL authors
+# In nats, as of the LongPPL authors
+LONGPPL_ALPHA = 2.0
+LONGPPL_BETA = -2.0
 _TOGETHER = 1 << 12  # tokens of short contexts per batch
 _PART = 4  # default ratio of text to short context, and of short context to stride
 
@@ -103,7 +105,8 @@ def stretches(
     texts: list[LongText] = []
     num_seen, length = 0, length - len(special_tokens.tokens_before(tokenizer))
     for number, document in enumerate(documents):
-        start, ends = 0, _ends(tokenizer, document.text)
+        start = 0
+        ends = _ends(tokenizer, document.text)
         while start < len(document.text):
             # Stop at the total number of tokens
             limit = length if most is None else min(length, most - num_seen)
@@ -188,7 +191,8 @@ def _short_losses(
 ) -> Float:
     """Compute the NLL of the tokens from ``short`` on, each after ``short`` to ``short + stride`` tokens of context."""
     # Cut overlapping windows, of which the last may be shorter
-    short, size = criterion.short, criterion.short + criterion.stride
+    short = criterion.short
+    size = criterion.short + criterion.stride
     windows = [ids[start : start + size] for start in range(0, len(ids) - short, criterion.stride)]
     full_windows = [window for window in windows if len(window) == size]
     last_windows = [window for window in windows if len(window) < size]
@@ -275,7 +279,9 @@ class KeyTokenRounds(criterion.Rounds):
 
     def __init__(self, blocks: TokenBlocks, key: Criterion, identity: str) -> None:
         """Collect the parts of each document that are longer than the short context; ``UserError`` without any."""
-        self.identity, self._key, self._opening = identity, key, blocks.opening
+        self.identity = identity
+        self._key = key
+        self._opening = blocks.opening
         parts: dict[int, list[Int]] = {}
         for document, ids in _parts(blocks):
             if len(ids) > key.short:
@@ -307,7 +313,8 @@ class KeyTokenRounds(criterion.Rounds):
         """Return the NLL sum of each document's key tokens; ``NO_SCORE`` without any."""
         documents = self._documents[self.part(index)]
         ends = np.cumsum([len(ids) for parts in documents for ids in parts])
-        masks, sums = iter(np.split(prepared["is_key"] > 0, ends)), []
+        masks = iter(np.split(prepared["is_key"] > 0, ends))
+        sums = []
         with modes.evaluation_mode(model):
             for parts in documents:
                 keyed = [

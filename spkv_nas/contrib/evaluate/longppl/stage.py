@@ -49,10 +49,8 @@ class LongPPLResult(samples.SampledTable):
 def run(options: LongPPLOptions, reporter: Reporter = SILENT) -> commands.Result:
     """Measure LongPPL of a checkpoint: ``reports/<name>/longppl.csv``, with details by text in ``runs/``."""
     name = options.name or sized_model.result_name(options.model, options.folders)
-    folder, sample_folder = (
-        options.folders.report_dir(name),
-        options.folders.run_dir(name) / "longppl",
-    )
+    folder = options.folders.report_dir(name)
+    sample_folder = options.folders.run_dir(name) / "longppl"
     subject.check_pair(options.model, options.against)
     # Find the key tokens in texts of at most the length that every model was made for
     evaluator = options.evaluator or options.against or options.model
@@ -75,7 +73,9 @@ def run(options: LongPPLOptions, reporter: Reporter = SILENT) -> commands.Result
     def score(source: str, tau: float | None) -> tuple[pd.DataFrame, dict[str, Any]]:
         """Return (a checkpoint's readings of the texts, a row each; its origin); finished readings are reused."""
         checkpoint = samples.Checkpoint.load(options, source, tau, reporter)
-        model, tokenizer, origin = checkpoint.model, checkpoint.tokenizer, checkpoint.origin
+        model = checkpoint.model
+        tokenizer = checkpoint.tokenizer
+        origin = checkpoint.origin
         micro_batch.check_positions(model, length, "--context")
         identity = checkpoint.identity(f"{origin['tau']} {_depends_on(tokenizer, texts, spans)}")
         # Read every text, with hard gates
@@ -116,7 +116,8 @@ def _keys(
     """Return the texts, the spans of their key tokens, and the evaluator's origin; finished spans are reused."""
     # Load the evaluator and the texts
     evaluator = samples.Checkpoint.load(options, source, None, reporter)
-    model, tokenizer = evaluator.model, evaluator.tokenizer
+    model = evaluator.model
+    tokenizer = evaluator.tokenizer
     micro_batch.check_positions(model, length, "--context")
     texts = _texts(options, tokenizer, length, criterion.short)
     reporter.detail(f"{len(texts)} texts of at most {length} tokens")
@@ -202,10 +203,8 @@ def show(result: LongPPLResult) -> None:
         "text", "key tokens", "LongPPL", "PPL", "density %", *pair_columns, title=title
     )
     for row in result.rows.itertuples():
-        keys, longppl = (
-            f"{row.num_keys:,} of {row.num_tokens:,}",
-            samples.with_error(row.longppl, row.standard_error),
-        )
+        keys = f"{row.num_keys:,} of {row.num_tokens:,}"
+        longppl = samples.with_error(row.longppl, row.standard_error)
         cells = [
             console.escape(row.domain),
             keys,
@@ -238,12 +237,11 @@ def longppl_table(
     ``difference_percent`` is the relative difference of LongPPL to that of the other checkpoint, with the error of the
     difference by document. Also returns the reasons why values are withheld, by domain.
     """
-    document, domain_of = (
-        np.array([text.document for text in texts]),
-        np.array([text.domain for text in texts]),
-    )
+    document = np.array([text.document for text in texts])
+    domain_of = np.array([text.domain for text in texts])
     domains = sorted(set(domain_of.tolist()))
-    rows, withheld = [], {}
+    rows = []
+    withheld = {}
     for domain in [ALL, *(domains if len(domains) > 1 else [])]:
         chosen = (domain_of == domain) | (domain == ALL)
         rows.append(
@@ -267,7 +265,8 @@ def _cells(
 ) -> tuple[int | float, ...]:
     """Return the columns of ``LONGPPL`` after "domain"; ``documents`` [texts] are those of the readings."""
     keys_by_document = readings["num_keys"].groupby(documents).sum()
-    num_keys, has_keys = int(keys_by_document.sum()), keys_by_document > 0
+    num_keys = int(keys_by_document.sum())
+    has_keys = keys_by_document > 0
 
     def key_mean(totals: pd.Series) -> tuple[float, float]:
         """Return the mean over key tokens of sums [texts], and its standard error; NaN for too few."""

@@ -24,12 +24,11 @@ MaxQuestions = Annotated[
 class RulerQuestions(criterion.Criterion):
     """Drop of the share of correct answers to RULER's questions."""
 
-    name, help, title = (
-        "ruler",
-        "drop of RULER's share of correct answers, in percentage points",
-        "RULER",
-    )
-    noun, reads_text = "questions", False
+    name = "ruler"
+    help = "drop of RULER's share of correct answers, in percentage points"
+    title = "RULER"
+    noun = "questions"
+    reads_text = False
     test = criterion.MeanDrop()
 
     lengths: options.OptionalLengths = None

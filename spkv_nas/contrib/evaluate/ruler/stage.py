@@ -187,12 +187,11 @@ def _average(rows: pd.DataFrame) -> pd.DataFrame:
 def run(options: RulerOptions, reporter: Reporter = SILENT) -> commands.Result:
     """Score a checkpoint on RULER at several lengths: ``reports/<name>/ruler.csv``, with answers in ``runs/``."""
     questions = Questions.read(options.lengths, options.tasks, options.haystack, options.qa)
-    lengths, number = questions.lengths, options.samples or SAMPLES
+    lengths = questions.lengths
+    number = options.samples or SAMPLES
     name = options.name or sized_model.result_name(options.model, options.folders)
-    folder, sample_folder = (
-        options.folders.report_dir(name),
-        options.folders.run_dir(name) / "ruler",
-    )
+    folder = options.folders.report_dir(name)
+    sample_folder = options.folders.run_dir(name) / "ruler"
     # Load the checkpoint, and check that each task's first sample fits
     subject.check_pair(options.model, options.against)
     checkpoint = samples.Checkpoint.load(options, options.model, options.tau, reporter)
@@ -304,7 +303,9 @@ class QuestionRounds(criterion.Rounds):
         identity: str,
     ) -> None:
         """Draw the (task, length) of all questions, with equal probability, and number the questions of each."""
-        self._make, self._tokenizer, self.num_samples = make, tokenizer, number
+        self._make = make
+        self._tokenizer = tokenizer
+        self.num_samples = number
         self.identity = f"{identity} {seed} {list(cells)}"
         drawn = pd.Series(
             np.random.default_rng((seed, _STREAM)).integers(

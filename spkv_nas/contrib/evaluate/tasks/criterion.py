@@ -18,12 +18,11 @@ TaskNames = Annotated[
 class TaskSamples(criterion.Criterion):
     """Drop of the mean score over tasks."""
 
-    name, help, title = (
-        "tasks",
-        "drop of the mean score of lm-eval's tasks, in percentage points",
-        "Downstream tasks",
-    )
-    noun, reads_text = "samples", False
+    name = "tasks"
+    help = "drop of the mean score of lm-eval's tasks, in percentage points"
+    title = "Downstream tasks"
+    noun = "samples"
+    reads_text = False
     test = criterion.MeanDrop()
 
     names: TaskNames = None

@@ -244,7 +244,8 @@ class CheckpointLM(HFLM):
         share = distributed.own_share(len(items))
         if share.start:  # processes with the same seed would draw the same samples
             torch.manual_seed(torch.initial_seed() + share.start)
-        self._done, self._total = 0, len(share)
+        self._done = 0
+        self._total = len(share)
         results = work(items[share.start : share.stop])
         return [result for part in distributed.gathered(results) for result in part]
 
@@ -277,12 +278,10 @@ class _Ends(StoppingCriteria):
         tell: Tell,
     ) -> None:
         """Stop at tokens ``eos`` or a stop string after ``prompts`` [B, T], and ``tell`` which next tokens are real."""
-        self._tokenizer, self._stops, self._start, self._tell = (
-            tokenizer,
-            stops,
-            prompts.shape[1],
-            tell,
-        )
+        self._tokenizer = tokenizer
+        self._stops = stops
+        self._start = prompts.shape[1]
+        self._tell = tell
         self._eos = torch.tensor([eos] if isinstance(eos, int) else eos or [], dtype=torch.long)
         # Maximum number of tokens that a stop string spans
         self._most = 2 + max((len(stop.encode()) for stop in stops), default=0)

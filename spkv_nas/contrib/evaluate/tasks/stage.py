@@ -65,7 +65,8 @@ def run_task(
     allow_code: bool = False,
 ) -> TaskResult:
     """Run the first ``limit`` samples of a task, or read its cached answers; must be called on all ranks."""
-    was_kept, name = True, task.task_name
+    was_kept = True
+    name = task.task_name
 
     def answer() -> list[dict[str, Any]]:
         """Return a header, and every sample."""
@@ -104,13 +105,15 @@ def score_documents(
     The score is the first metric of the task's first filter, which must be a mean, of which more is better. ``seed``,
     of few-shot examples and of sampling, must differ between calls.
     """
-    name, ordered = task.task_name, sorted(documents)
+    name = task.task_name
+    ordered = sorted(documents)
     # Answer the documents
     with _requests_built(task, seed, samples=ordered):
         results = _ask(lm, task, allow_code, samples={name: ordered})
     # Select the first metric of the first filter
     rows = results["samples"][name]
-    first, metric = rows[0]["filter"], rows[0]["metrics"][0]
+    first = rows[0]["filter"]
+    metric = rows[0]["metrics"][0]
     scores = {sample["doc_id"]: sample[metric] for sample in rows if sample["filter"] == first}
     # Check that a mean of these scores is what the task reports
     is_mean = task.aggregation().get(metric, mean) is mean and task.higher_is_better().get(
@@ -128,10 +131,8 @@ def score_documents(
 
 def _ask(lm: CheckpointLM, task: Task, allow_code: bool, **selection: Any) -> dict[str, Any]:
     """Return lm-eval's results of a task, whose requests have been built; ``selection`` is that of its samples."""
-    tasks, options = (
-        {"tasks": {task.task_name: task}},
-        {"confirm_run_unsafe_code": allow_code, **selection},
-    )
+    tasks = {"tasks": {task.task_name: task}}
+    options = {"confirm_run_unsafe_code": allow_code, **selection}
     results: dict[str, Any] = evaluator.evaluate(lm, tasks, bootstrap_iters=0, **options)
     return results
 
@@ -205,7 +206,8 @@ def tasks_table(results: Sequence[Results]) -> pd.DataFrame:
     for result in results:
         # Average each metric over the tasks of the name
         others: Sequence[TaskResult | None] = result.against or [None] * len(result.results)
-        selected, pairs = result.selected, list(zip(result.results, others, strict=True))
+        selected = result.selected
+        pairs = list(zip(result.results, others, strict=True))
         cells = [
             (metric, _mean([_cell(metric, *pair) for pair in pairs], by_size=selected.by_size))
             for metric in result.results[0].values
@@ -227,7 +229,8 @@ def tasks_table(results: Sequence[Results]) -> pd.DataFrame:
 
 
 def _cell(metric: str, result: TaskResult, against: TaskResult | None) -> Cell:
-    values, aggregate = result.values[metric], result.wholes.get(metric)
+    values = result.values[metric]
+    aggregate = result.wholes.get(metric)
     cell = len(values), *_spread(aggregate, values), result.density
     if against is None:
         return *cell, *(np.nan,) * 4
@@ -284,10 +287,8 @@ def run(options: TasksOptions, reporter: progress.Reporter = progress.SILENT) ->
     if not reporter.verbose:
         suite.quiet_libraries()
     name = options.name or sized_model.result_name(options.model, options.folders)
-    folder, sample_folder = (
-        options.folders.report_dir(name),
-        options.folders.run_dir(name) / "tasks",
-    )
+    folder = options.folders.report_dir(name)
+    sample_folder = options.folders.run_dir(name) / "tasks"
 
     def answer(source: str, tau: float | None) -> tuple[list[list[TaskResult]], dict[str, Any]]:
         """Run every task on a checkpoint, reusing finished ones; return results by requested name, and the origin."""
@@ -308,7 +309,8 @@ def run(options: TasksOptions, reporter: progress.Reporter = progress.SILENT) ->
     # Run the tasks on every checkpoint
     reporter.announce("loading tasks and their data")
     with suite.code_allowed(options.allow_code):
-        names, folders = ",".join(options.names), (options.include or [], options.data_sets or [])
+        names = ",".join(options.names)
+        folders = (options.include or [], options.data_sets or [])
         groups = suite.load_suite(
             names, *folders, allow_code=options.allow_code, caution=reporter.caution
         )
@@ -349,7 +351,9 @@ class TaskRounds(criterion.Rounds):
         allow_code: bool,
     ) -> None:
         """Draw the order of all samples; ``seed`` is that of the order and of few-shot examples."""
-        self._tokenizer, self._seed, self._allow_code = tokenizer, seed, allow_code
+        self._tokenizer = tokenizer
+        self._seed = seed
+        self._allow_code = allow_code
         self._samples = _in_random_order(groups, seed)
         self.num_samples = len(self._samples)
         tasks = [task_identity(task) for group in groups for task in group.tasks]
@@ -361,7 +365,8 @@ class TaskRounds(criterion.Rounds):
     ) -> criterion.Float:
         """Return the score in [0, 1] of each sample of a round."""
         chosen = self._samples[self.part(index)]
-        lm, scores = CheckpointLM(model, self._tokenizer), np.empty(len(chosen))
+        lm = CheckpointLM(model, self._tokenizer)
+        scores = np.empty(len(chosen))
         with suite.code_allowed(self._allow_code):
             for task in {id(task): task for task, _ in chosen}.values():
                 places = [place for place, (other, _) in enumerate(chosen) if other is task]

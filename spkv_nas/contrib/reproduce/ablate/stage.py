@@ -51,13 +51,16 @@ def run(options: AblateOptions, reporter: progress.Reporter) -> commands.Result:
     measured on the dense checkpoint as it is.
     """
     # Validate all rows
-    workspace, device = options.folders, options.device
+    workspace = options.folders
+    device = options.device
     plan = AblationPlan.read(options.file or EMBEDDED_FILE, options.dtype)
-    recipes, variants = plan.recipes, plan.variants
+    recipes = plan.recipes
+    variants = plan.variants
     for recipe in recipes.values():
         corpus.join_processes(recipe, device)
     # Train the rows, and write the table after each
-    runs, folder = workspace.run_dir(plan.name), workspace.report_dir(plan.name)
+    runs = workspace.run_dir(plan.name)
+    folder = workspace.report_dir(plan.name)
     finished: dict[str, branches.Branch] = {}
     num_reused = 0
     for number, (name, recipe) in enumerate(recipes.items(), 1):
@@ -136,11 +139,12 @@ def show(result: AblationResult) -> None:
 def plan(options: AblateOptions, reporter: progress.Reporter) -> run_plan.Plan:
     """Plan every row of the ablations file."""
     ablations = AblationPlan.read(options.file or EMBEDDED_FILE, options.dtype)
-    runs, first = options.folders.run_dir(ablations.name), next(iter(ablations.recipes.values()))
-    planner, plans = (
-        run_plan.Planner(first, ablations.base, runs, **dry_run.planner_options(options, reporter)),
-        [],
+    runs = options.folders.run_dir(ablations.name)
+    first = next(iter(ablations.recipes.values()))
+    planner = run_plan.Planner(
+        first, ablations.base, runs, **dry_run.planner_options(options, reporter)
     )
+    plans = []
     trained: set[Path] = set()
     for name, recipe in ablations.recipes.items():
         planner = planner.with_recipe(recipe)

@@ -7,7 +7,9 @@ from spkv_nas.base.flag import Flag, default
 from spkv_nas.stages import flags, options
 
 BatchSize = Annotated[int | None, Flag("Sequences per training step.", low=1, high=2**20)]
-STEPS, BATCH_SIZE = 500, 32  # by default
+# Defaults
+STEPS = 500
+BATCH_SIZE = 32
 NAME = "palindrome"  # default name of the results
 
 

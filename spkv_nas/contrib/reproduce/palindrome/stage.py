@@ -129,7 +129,8 @@ def run(options: PalindromeOptions, reporter: Reporter = SILENT) -> Result:
     settings = PalindromeSettings(
         **{key: value for key, value in overrides.items() if value is not None}
     )
-    name, device = options.name or NAME, choose_device(options.device)
+    name = options.name or NAME
+    device = choose_device(options.device)
     # Train the three models
     runs = options.folders.run_dir(name)
     folders = {variant: runs / f"{variant}-{settings.content_hash}" for variant in VARIANTS}
@@ -140,7 +141,8 @@ def run(options: PalindromeOptions, reporter: Reporter = SILENT) -> Result:
             reporter.announce(f"{variant} ({number} of {len(VARIANTS)})")
         finished.append(train_variant(settings, variant, folder, device=device, reporter=reporter))
     # Write table, curves and figure
-    rows, curves = result_table(settings, finished), pd.concat([each.curve for each in finished])
+    rows = result_table(settings, finished)
+    curves = pd.concat([each.curve for each in finished])
     report = options.folders.report_dir(name)
     with replace.replacing(report) as new:
         tables.write_csv(new / "palindrome.csv", rows)

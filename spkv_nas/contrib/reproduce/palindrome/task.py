@@ -27,7 +27,8 @@ INSTRUCTION = (
     "digit put a single space between every two numbers and stop as soon as the whole list has been written backwards"
 )
 NUM_VALUES = 100
-WHITESPACE, START = " ", "<s>"
+WHITESPACE = " "
+START = "<s>"
 VOCABULARY = (
     *(f"{value:02d}" for value in range(NUM_VALUES)),
     WHITESPACE,

@@ -114,7 +114,8 @@ def fit(compute: ArrayLike, nll: ArrayLike) -> ScalingLaw:
     Raises ``UserError`` if there are fewer than ``MIN_RUNS`` different computes, or the runs do not follow such a law:
     the NLL does not fall, or falls along or below a straight line in log compute, so that L_inf cannot be estimated.
     """
-    flops, loss = np.asarray(compute, dtype=np.float64), np.asarray(nll, dtype=np.float64)
+    flops = np.asarray(compute, dtype=np.float64)
+    loss = np.asarray(nll, dtype=np.float64)
     if (number := len(np.unique(flops))) < MIN_RUNS:
         raise UserError(
             f"{number} different amounts of compute; a law of three parameters needs at least {MIN_RUNS}"
@@ -126,10 +127,8 @@ def fit(compute: ArrayLike, nll: ArrayLike) -> ScalingLaw:
     parameters, covariance = scipy.optimize.curve_fit(_law, x, loss, _start(x, loss), **options)
     # Describe how well it fits
     errors = float(((_law(x, *parameters) - loss) ** 2).sum())
-    residual, r_squared = (
-        (errors / (len(flops) - 3)) ** 0.5,
-        1.0 - errors / float(((loss - loss.mean()) ** 2).sum()),
-    )
+    residual = (errors / (len(flops) - 3)) ** 0.5
+    r_squared = 1.0 - errors / float(((loss - loss.mean()) ** 2).sum())
     return ScalingLaw(parameters, covariance, reference, residual, r_squared, num_runs=len(flops))
 
 
@@ -289,7 +288,8 @@ def scaling_chart(runs: pd.DataFrame, laws: dict[str, ScalingLaw]) -> chart.Char
     # Compute grid and range of NLL
     flops = np.geomspace(runs["train_flops"].min() / 1.5, runs["train_flops"].max() * 1.5, 100)
     nlls = np.concatenate([runs["nll"], *(law(flops) for law in laws.values())])
-    floor, ceiling = float(nlls.min()) / 1.03, float(nlls.max()) * 1.03
+    floor = float(nlls.min()) / 1.03
+    ceiling = float(nlls.max()) * 1.03
     compute_grid = chart.numbers(flops)
     marks: list[chart.Mark] = []
     points: list[chart.Mark] = []

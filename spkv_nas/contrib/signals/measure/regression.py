@@ -71,7 +71,8 @@ def regression(
         "work": work,
     }
     scores = zero_shot(model, layouts, blocks, **scoring)
-    totals, counts = np.stack([score.total for score in scores]), scores[0].num_tokens
+    totals = np.stack([score.total for score in scores])
+    counts = scores[0].num_tokens
     # Regress the NLL per token on the layouts' global-head masks
     masks = np.stack([layout.global_mask.ravel() for layout in layouts]).astype(float)
     fit = Ridge.fit(masks, totals.sum(1) / counts.sum())
@@ -129,7 +130,8 @@ def _gains(
     fit: "Ridge", totals: Float, counts: Int, blocks: TokenBlocks, like: Layout, layers: list[int]
 ) -> list[HeadMeans]:
     """Compute gains by domain, 0 outside ``layers``, from ``totals`` [layouts, documents] over ``counts`` tokens."""
-    grid, is_head = like.grid, like.is_head[layers]
+    grid = like.grid
+    is_head = like.is_head[layers]
     # Gains by document, shifted so that the least useful head has gain 0: [L, Hkv, documents]
     fitted = (-fit.operator @ totals).reshape(*grid, -1)[layers]
     sums = np.zeros((*grid, len(counts)))

@@ -159,7 +159,8 @@ def needles(
     special = (*blocks.opening, *blocks.boundaries.separator)
     vocabulary = np.setdiff1d(reduce(np.union1d, parts, np.empty(0, dtype=np.int32)), special)
     # Keep the blocks into which a needle and its copy fit
-    length, rng = blocks.block_size, np.random.default_rng(seed)
+    length = blocks.block_size
+    rng = np.random.default_rng(seed)
     deepest = length - needle_length - max(needle_length, window + 1)
     first: int | arrays.Int = max(sinks, len(blocks.opening))
     if isinstance(blocks.boundaries, tokenizer.SeparateDocuments):
