@@ -27,25 +27,24 @@ class ValueNorm(Signal):
 
         def run(_start, tokens):
             norms = []  # [B, Hkv, T] per layer
+
+            def observe(q, k, v, scale, sink_logits):
+                norms.append(v.float().norm(self.order, dim=-1))
+
             for state in states:
-                state.observer = lambda q, k, v, scale, sink_logits: norms.append(
-                    v.float().norm(self.order, dim=-1)
-                )
+                state.observer = observe
             model.get_decoder()(**blocks.boundaries.inputs(tokens), use_cache=False)
             return norms
 
         def add(start, norms):
             sums.add(start, norms, slice(None))
 
-        with (
-            torch.inference_mode(),
-            full_attention(model) as states,
-        ):  # the model is as before afterwards
+        # The model is as before afterwards
+        with torch.inference_mode(), full_attention(model) as states:
             sums = HeadSums(blocks, len(states), states[0].num_kv_heads, model.device)
             run_own_batches(run, add, blocks, batch_size, model.device, progress)
         sums.add_up()  # over the ranks of torchrun
         facts = {**(metadata or {}), "order": self.order}
         tokens = blocks.tokens.size
-        return self.table(
-            sums.means(), window, passes=1.0, tokens=tokens, name=name, metadata=facts
-        )
+        means = sums.means()
+        return self.table(means, window, passes=1.0, tokens=tokens, name=name, metadata=facts)
