@@ -8,7 +8,7 @@ told apart.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -93,43 +93,79 @@ def run_contest(
         cache: gives the folder of finished scores on a part of the text (``zero_shot.cache_folder``).
         progress: called with (passes over a block done, total of all rounds).
     """
+    course = _Course.of(model, blocks, entrants, batch_size=batch_size, cache=cache)
     ends = _rounds(blocks.num_blocks)
+    finalists: list[TriedLayout] = []
     left = list(entrants)
-    measured: dict[str, TriedLayout] = {}
-    nothing = paired.DocumentNLL(
-        np.zeros(len(blocks.documents)), np.zeros(len(blocks.documents), np.int64)
-    )
-    sums: dict[str | None, paired.DocumentNLL] = dict.fromkeys(
-        [None, *(entrant.name for entrant in entrants)], nothing
-    )  # None: full attention
-    passes = 0.0
     shown = iter(in_sequence(progress, _round_passes(len(entrants), blocks.num_blocks)))
     for part, num_blocks in zip(blocks.nested(ends), ends, strict=True):
-        # Measure those that are left on the next part of the text, and add it to the parts before
-        work = Work()
-        layouts = [None, *(entrant.layout for entrant in left)]
-        reporter = Reporter.of(next(shown))
-        folder = None if cache is None else cache(part)
-        scores = zero_shot(
-            model, layouts, part, batch_size=batch_size, cache=folder, work=work, reporter=reporter
-        )
-        passes += work.passes * part.num_blocks / blocks.num_blocks
-        for name, score in zip([None, *(entrant.name for entrant in left)], scores, strict=True):
-            sums[name] = sums[name].plus(score)
-        for entrant in left:
-            measured[entrant.name] = _tried(entrant, sums[entrant.name], sums[None], num_blocks)
+        course.measure(left, part, num_blocks, next(shown))
         # Keep the better half, unless the two best are told apart
         finalists = sorted(
-            (measured[entrant.name] for entrant in left), key=lambda tried: tried.change
+            (course.measured[entrant.name] for entrant in left), key=lambda tried: tried.change
         )
-        if len(finalists) <= FINALISTS and _is_decided(finalists, sums):
+        if len(finalists) <= FINALISTS and _is_decided(finalists, course.sums):
             break
         num_left = _num_left(len(left))
-        left = sorted(left, key=lambda entrant: measured[entrant.name].change)[:num_left]
+        left = sorted(left, key=lambda entrant: course.measured[entrant.name].change)[:num_left]
     for rest in shown:  # rounds that were not needed
         rest(1, 1)
-    ordered = sorted(measured.values(), key=lambda tried: (-tried.blocks, tried.change))
-    return Contest(_recommended(finalists, sums), tuple(ordered), passes)
+    ordered = sorted(course.measured.values(), key=lambda tried: (-tried.blocks, tried.change))
+    return Contest(_recommended(finalists, course.sums), tuple(ordered), course.passes)
+
+
+@dataclass
+class _Course:
+    """What a contest has measured so far: NLL sums by name, None for full attention, and what they cost."""
+
+    model: PreTrainedModel
+    blocks: TokenBlocks
+    batch_size: int
+    cache: Callable[[TokenBlocks], Path] | None
+    sums: dict[str | None, paired.DocumentNLL]
+    measured: dict[str, TriedLayout] = field(default_factory=dict)
+    passes: float = 0.0  # forward passes over the text
+
+    @classmethod
+    def of(
+        cls,
+        model: PreTrainedModel,
+        blocks: TokenBlocks,
+        entrants: Sequence[Entrant],
+        *,
+        batch_size: int,
+        cache: Callable[[TokenBlocks], Path] | None,
+    ) -> "_Course":
+        """Begin a contest, in which nothing is measured yet; arguments as in ``run_contest``."""
+        num_documents = len(blocks.documents)
+        nothing = paired.DocumentNLL(np.zeros(num_documents), np.zeros(num_documents, np.int64))
+        sums = dict.fromkeys([None, *(entrant.name for entrant in entrants)], nothing)
+        return cls(model, blocks, batch_size, cache, sums)
+
+    def measure(
+        self, left: Sequence[Entrant], part: TokenBlocks, num_blocks: int, progress: Progress
+    ) -> None:
+        """Measure those that are left on the next part of the text, and add it to the parts before.
+
+        ``num_blocks`` are the blocks of all parts so far.
+        """
+        work = Work()
+        scores = zero_shot(
+            self.model,
+            [None, *(entrant.layout for entrant in left)],
+            part,
+            batch_size=self.batch_size,
+            cache=None if self.cache is None else self.cache(part),
+            work=work,
+            reporter=Reporter.of(progress),
+        )
+        self.passes += work.passes * part.num_blocks / self.blocks.num_blocks
+        for name, score in zip([None, *(entrant.name for entrant in left)], scores, strict=True):
+            self.sums[name] = self.sums[name].plus(score)
+        for entrant in left:
+            self.measured[entrant.name] = _tried(
+                entrant, self.sums[entrant.name], self.sums[None], num_blocks
+            )
 
 
 def _rounds(num_blocks: int) -> list[int]:

@@ -261,6 +261,19 @@ def find_critical_budget(
             return answer
 
         bisection = critical(len(layouts), risk, test, first, ruled_out)
+    return _outcome(trial, candidates, risk, layouts, bisection, measured, memories)
+
+
+def _outcome(
+    trial: Trial,
+    candidates: Sequence[Contender],
+    risk: float,
+    layouts: Sequence[Layout],
+    bisection: Critical,
+    measured: Mapping[int, Pairs],
+    memories: Sequence[float] | None,
+) -> CriticalBudget:
+    """Return the result of a bisection, with what was ``measured`` of each position."""
     scores_of = {candidates[position].name: scores for position, scores in measured.items()}
     looked_at = [each for each in candidates if each.name in scores_of]
     return CriticalBudget(
