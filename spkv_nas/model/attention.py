@@ -20,7 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from spkv_nas.artifacts import gate_config, local_layers
 from spkv_nas.base.errors import UserError
 from spkv_nas.model import attention_calls
-from spkv_nas.model.gates import FixedGates, UtilityPredictor, gate_from_logits, priced
+from spkv_nas.model.gates import FixedGates, Gate, UtilityPredictor, gate_from_logits, priced
 from spkv_nas.model.learned_sinks import chosen_sink_logits, layer_learned_sinks
 
 GLOBAL_WINDOW = 1 << 30  # longer than any sequence
@@ -394,35 +394,11 @@ def _attend(
     kwargs: dict[str, Any],
 ) -> Tensor:
     """Compute the output [B, Hq, T, D] of a checked call, over the cache or by an observer if there is one."""
-    gate, cache, softcap = (kwargs.get(name) for name in ("spkv_gate", "spkv_cache", "softcap"))
+    gate: Gate | None = kwargs.get("spkv_gate")
     is_reader = bool(kwargs.get("spkv_reads"))
     sink_logits = chosen_sink_logits(kwargs.get("s_aux"), kwargs.get("spkv_sink_logits"))
-    # Attend over the cache
-    if cache is not None:
-        if kwargs.get("cu_seq_lens_q") is not None or kwargs.get("seq_idx") is not None:
-            raise UserError(
-                "a cache holds no packed documents (cu_seq_lens_q, seq_idx): give use_cache=False"
-            )
-        if gate is not None and gate.log_utility is not None:
-            raise UserError(
-                'soft and sampled gates keep every key: call set_gate_mode(model, "hard") to use a cache, or the model '
-                "with use_cache=False"
-            )
-        if state.gate_window is not None:
-            state.check_gate_reach(cache.get_seq_length() + q.shape[2])
-        keep = gate.keep if gate else None
-        cached: Tensor = cache.attend(
-            q.to(v.dtype),
-            k.to(v.dtype),
-            v,
-            keep,
-            mask,
-            scale,
-            sink_logits,
-            softcap,
-            is_reader=is_reader,
-        )
-        return cached
+    if kwargs.get("spkv_cache") is not None:
+        return _attend_over_cache(state, q, k, v, mask, scale, sink_logits, kwargs)
     # Find the documents of each row, which the pre-hook passed to the gates
     starts = attention_calls.document_starts(mask, kwargs, q)
     if (
@@ -434,18 +410,13 @@ def _attend(
         raise UserError(
             "this model's layers get their attention mask by position, so gates cannot tell documents"
         )
-    # Let an observer measure or replace attention
-    if state.observer is not None and (
-        not is_reader or getattr(state.observer, "sees_readers", False)
-    ):
+    softcap = kwargs.get("softcap")
+    observer = state.observer
+    if observer is not None and (not is_reader or getattr(observer, "sees_readers", False)):
         if softcap is not None:
             state.softcap = softcap
-        packed = {} if starts is None else {"starts": starts}
-        if packed and not getattr(state.observer, "knows_documents", False):
-            raise UserError(
-                "this measurement of attention does not support separate documents: give joined ones"
-            )
-        if (observed := state.observer(q, k, v, scale, sink_logits, **packed)) is not None:
+        observed = _observe(observer, q, k, v, scale, sink_logits, starts)
+        if observed is not None:
             return observed
     # Attend within the sequence
     if gate is not None:
@@ -454,21 +425,77 @@ def _attend(
         return q
     if gate is not None:
         gate = gate.of_heads(k.shape[1])
-    return (
-        attention(  # under autocast RoPE returns q and k in float32; v has the dtype of the matmul
-            q.to(v.dtype),
-            k.to(v.dtype),
-            v,
-            window=state.operator_window(q.device, gated=gate is not None),
-            sinks=state.operator_sinks(q.device),
-            sink_logits=sink_logits,
-            log_utility=gate.log_utility if gate else None,
-            keep=gate.keep if gate else None,
-            starts=starts,
-            scale=scale,
-            softcap=softcap,
-        )
+    # Under autocast RoPE returns q and k in float32; v has the dtype of the matmul
+    return attention(
+        q.to(v.dtype),
+        k.to(v.dtype),
+        v,
+        window=state.operator_window(q.device, gated=gate is not None),
+        sinks=state.operator_sinks(q.device),
+        sink_logits=sink_logits,
+        log_utility=gate.log_utility if gate else None,
+        keep=gate.keep if gate else None,
+        starts=starts,
+        scale=scale,
+        softcap=softcap,
     )
+
+
+def _attend_over_cache(
+    state: LayerState,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    sink_logits: Tensor | None,
+    kwargs: dict[str, Any],
+) -> Tensor:
+    """Compute the output [B, Hq, T, D] of a call over the layer's part of the cache, which stores what gates keep."""
+    gate: Gate | None = kwargs.get("spkv_gate")
+    cache = kwargs["spkv_cache"]
+    if kwargs.get("cu_seq_lens_q") is not None or kwargs.get("seq_idx") is not None:
+        raise UserError(
+            "a cache holds no packed documents (cu_seq_lens_q, seq_idx): give use_cache=False"
+        )
+    if gate is not None and gate.log_utility is not None:
+        raise UserError(
+            'soft and sampled gates keep every key: call set_gate_mode(model, "hard") to use a cache, or the model '
+            "with use_cache=False"
+        )
+    if state.gate_window is not None:
+        state.check_gate_reach(cache.get_seq_length() + q.shape[2])
+    out: Tensor = cache.attend(
+        q.to(v.dtype),
+        k.to(v.dtype),
+        v,
+        gate.keep if gate else None,
+        mask,
+        scale,
+        sink_logits,
+        kwargs.get("softcap"),
+        is_reader=bool(kwargs.get("spkv_reads")),
+    )
+    return out
+
+
+def _observe(
+    observer: Observer,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    sink_logits: Tensor | None,
+    starts: Tensor | None,
+) -> Tensor | None:
+    """Let an observer measure attention, or replace it by the output [B, Hq, T, D] that it returns."""
+    if starts is None:
+        return observer(q, k, v, scale, sink_logits)
+    if not getattr(observer, "knows_documents", False):
+        raise UserError(
+            "this measurement of attention does not support separate documents: give joined ones"
+        )
+    return observer(q, k, v, scale, sink_logits, starts=starts)  # type: ignore[call-arg]
 
 
 def _call_state(num_kv_heads: int, kwargs: dict[str, Any]) -> LayerState:

@@ -95,22 +95,36 @@ def generate(
         decoding_by(model, config),
     ):
         torch.manual_seed(seed)
-        options = {
-            "streamer": streamer,
-            "logits_processor": transformers.LogitsProcessorList([OnlyFinite()]),
-        }
-        options |= {"past_key_values": fitting_cache(model), "return_dict_in_generate": True}
-        result = model.generate(input_ids=inputs, **options)
-    # Collect text, times and cache sizes; some models replace the cache on the way
+        result = model.generate(
+            input_ids=inputs,
+            streamer=streamer,
+            logits_processor=transformers.LogitsProcessorList([OnlyFinite()]),
+            past_key_values=fitting_cache(model),
+            return_dict_in_generate=True,
+        )
+    # Some models replace the cache on the way
     new_ids = result.sequences[0, num_prompt_tokens:]
-    cache = result.past_key_values
+    text = tokenizer.decode(new_ids, skip_special_tokens=True)
+    token_times = streamer.times
+    return _report(text, num_prompt_tokens, len(new_ids), token_times, result.past_key_values, tau)
+
+
+def _report(
+    text: str,
+    num_prompt_tokens: int,
+    num_new_tokens: int,
+    times: Sequence[float],
+    cache: Cache,
+    tau: float | None,
+) -> Generation:
+    """Describe a generated text, by the ``times`` of its prompt and of each new token in seconds, and its cache."""
     cache_bytes, full_attention_bytes = _bytes(cache)
     return Generation(
-        text=tokenizer.decode(new_ids, skip_special_tokens=True),
+        text=text,
         num_prompt_tokens=num_prompt_tokens,
-        num_new_tokens=len(new_ids),
-        prefill_seconds=streamer.times[1] - streamer.times[0],
-        decode_seconds=streamer.times[-1] - streamer.times[1],
+        num_new_tokens=num_new_tokens,
+        prefill_seconds=times[1] - times[0],
+        decode_seconds=times[-1] - times[1],
         cache_bytes=cache_bytes,
         full_attention_bytes=full_attention_bytes,
         density=cache.density if isinstance(cache, generation_cache.SPKVCache) else None,

@@ -1,5 +1,6 @@
 """Layers of ``SPKVCache``: what a decoder layer with attention stores, and attention over it."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -169,28 +170,46 @@ class SPKVCacheLayer(CacheLayerMixin):
         k, v, keep, order, lengths = self._new
         q = q if order is None else _reorder(q, order)
         # Attend, and store the keys and values
-        options: dict[str, Any] = {"scale": scale, "softcap": softcap}
-        if len(self.paged) == 1:
-            out = self._attend(
-                self.paged[0], q, k, v, keep, lengths, sink_logits=sink_logits, **options
-            )
-        else:
-            out = torch.empty_like(q)
-            shape = (len(k), k.shape[1], -1, *q.shape[2:])  # [B, Hkv, G, T, D]
-            for paged, heads in zip(self.paged, self._heads, strict=True):
-                queries = q.view(shape)[:, heads].flatten(1, 2)
-                logits = (
-                    None
-                    if sink_logits is None
-                    else sink_logits.view(k.shape[1], -1)[heads].flatten()
-                )
-                new = k[:, heads], v[:, heads], keep[:, heads]
-                some = self._attend(paged, queries, *new, lengths, sink_logits=logits, **options)
-                out.view(shape)[:, heads] = some.reshape(len(k), len(heads), -1, *q.shape[2:])
-        # Restore the order
+        attend = (
+            self._attend_by_ring if len(self.paged) > 1 else partial(self._attend, self.paged[0])
+        )
+        out = attend(q, k, v, keep, lengths, scale=scale, sink_logits=sink_logits, softcap=softcap)
         if self._num_unread == 0:
-            self.tokens, self._new = self.tokens + q.shape[2], None
+            self.tokens += q.shape[2]
+            self._new = None
+        # Restore the order
         return out if order is None else _reorder(out, torch.argsort(order, dim=1))
+
+    def _attend_by_ring(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        keep: Tensor,
+        lengths: Tensor | None,
+        *,
+        sink_logits: Tensor | None,
+        **options: Any,
+    ) -> Tensor:
+        """Compute ``_attend`` for all heads [B, Hq, T, D], one ring size after the other."""
+        out = torch.empty_like(q)
+        by_kv_head = (len(k), k.shape[1], -1, *q.shape[2:])  # [B, Hkv, G, T, D]
+        for paged, heads in zip(self.paged, self._heads, strict=True):
+            logits = None
+            if sink_logits is not None:
+                logits = sink_logits.view(k.shape[1], -1)[heads].flatten()
+            some = self._attend(
+                paged,
+                q.view(by_kv_head)[:, heads].flatten(1, 2),
+                k[:, heads],
+                v[:, heads],
+                keep[:, heads],
+                lengths,
+                sink_logits=logits,
+                **options,
+            )
+            out.view(by_kv_head)[:, heads] = some.reshape(len(k), len(heads), -1, *q.shape[2:])
+        return out
 
     def _prepare(self, k: Tensor, v: Tensor, keep: Tensor | None, mask: Tensor | None) -> _New:
         """Return new keys, values and decisions, their order and the lengths of rows; None, None without padding."""

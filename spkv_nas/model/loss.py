@@ -225,60 +225,77 @@ def loss_in_chunks(
     ``begin_pass`` starts the decoder pass of another loss than the NLL. Warns as ``token_nll``. Raises ``UserError`` if
     ``begin_pass`` is given, but the model does not compute logits from last hidden states alone.
     """
-    # Capture the decoder pass, and the logits of the last position only
-    model_loss = model.loss_function
-    if begin_pass is not None and not _keeps_some(model, model_loss, warns=False):
-        raise _not_in_chunks(model)
-    pending: list[tuple[DecoderPass, dict[str, Any]]] = []
-    chunks_agree: bool | None = None  # None before the first pass
-
-    def begin(_model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        pending.clear()
-        labels = kwargs.get("labels")
-        if labels is None:
-            return None
-        can_chunk = chunks_agree is not False  # it may not have been tried yet
-        is_large = labels.numel() > _chunk_tokens(model)
-        if begin_pass is None and not (
-            can_chunk and _keeps_some(model, model_loss, warns=is_large)
-        ):
-            return None
-        pending.append(((begin_pass or DecoderPass)(model), {**kwargs, "labels": None}))
-        return args, {**kwargs, "logits_to_keep": 1}
-
-    # Compute the loss from it
-    def loss(
-        logits: Tensor, labels: Tensor, *args: Any, num_items_in_batch: Any = None, **kwargs: Any
-    ) -> Tensor:
-        nonlocal chunks_agree
-        if pending:
-            decoder_pass, arguments = pending.pop()
-            forward = forward_inside(model)
-            if chunks_agree is None:
-                chunks_agree = decoder_pass.makes(logits, forward)
-            if chunks_agree:
-                count = (
-                    (labels[:, 1:] != NO_TARGET).sum()
-                    if num_items_in_batch is None
-                    else num_items_in_batch
-                )
-                total = decoder_pass.total(labels[:, 1:], forward)
-                return total / torch.as_tensor(count, device=total.device)
-            if begin_pass is not None:
-                raise _not_in_chunks(model)
-            logits = forward(**arguments).logits
-        result: Tensor = model_loss(
-            logits, labels, *args, num_items_in_batch=num_items_in_batch, **kwargs
-        )
-        return result
-
-    # Install both
-    hook = model.register_forward_pre_hook(begin, with_kwargs=True)
+    chunked_loss = _ChunkedLoss(model, begin_pass)
+    hook = model.register_forward_pre_hook(chunked_loss.begin, with_kwargs=True)
     try:
-        with replaced(model, "_loss_function", loss):
+        with replaced(model, "_loss_function", chunked_loss.loss):
             yield
     finally:
         hook.remove()
+
+
+class _ChunkedLoss:
+    """Loss function of a model that computes the loss of a pass in chunks, and the pre-hook that prepares each pass."""
+
+    def __init__(
+        self, model: PreTrainedModel, begin_pass: "Callable[[PreTrainedModel], DecoderPass] | None"
+    ) -> None:
+        """Take the place of the present loss of ``model``; arguments and errors are those of ``loss_in_chunks``."""
+        self._model = model
+        self._model_loss = model.loss_function
+        self._begin_pass = begin_pass
+        if begin_pass is not None and not _keeps_some(model, self._model_loss, warns=False):
+            raise _not_in_chunks(model)
+        # Decoder pass of the present pass, and the arguments to compute all of its logits with
+        self._pending: list[tuple[DecoderPass, dict[str, Any]]] = []
+        # Whether logits of chunks are those of the whole pass; None before the first pass
+        self._chunks_agree: bool | None = None
+
+    def begin(self, _model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Begin a pass with labels: capture the decoder pass, and ask for the logits of the last position only."""
+        self._pending.clear()
+        labels = kwargs.get("labels")
+        if labels is None:
+            return None
+        model = self._model
+        can_chunk = self._chunks_agree is not False  # it may not have been tried yet
+        is_large = labels.numel() > _chunk_tokens(model)
+        if self._begin_pass is None and not (
+            can_chunk and _keeps_some(model, self._model_loss, warns=is_large)
+        ):
+            return None
+        decoder_pass = (self._begin_pass or DecoderPass)(model)
+        self._pending.append((decoder_pass, {**kwargs, "labels": None}))
+        return args, {**kwargs, "logits_to_keep": 1}
+
+    def loss(
+        self,
+        logits: Tensor,
+        labels: Tensor,
+        *args: Any,
+        num_items_in_batch: Any = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Compute the loss from the decoder pass, or from all logits where there is none, as the model's own loss."""
+        if self._pending:
+            decoder_pass, arguments = self._pending.pop()
+            forward = forward_inside(self._model)
+            if self._chunks_agree is None:
+                self._chunks_agree = decoder_pass.makes(logits, forward)
+            if self._chunks_agree:
+                targets = labels[:, 1:]
+                count = num_items_in_batch
+                if count is None:
+                    count = (targets != NO_TARGET).sum()
+                total = decoder_pass.total(targets, forward)
+                return total / torch.as_tensor(count, device=total.device)
+            if self._begin_pass is not None:
+                raise _not_in_chunks(self._model)
+            logits = forward(**arguments).logits
+        result: Tensor = self._model_loss(
+            logits, labels, *args, num_items_in_batch=num_items_in_batch, **kwargs
+        )
+        return result
 
 
 def forward_inside(model: PreTrainedModel) -> Callable[..., Any]:

@@ -329,12 +329,16 @@ def export(
             return Exported(Path(out), target.name, form, rejected, cells)
         except TargetError as error:
             rejected[target.name] = str(error)
+    raise _all_rejected(rejected, engine)
+
+
+def _all_rejected(rejected: Mapping[str, str], engine: str | None) -> errors.UserError:
+    """Make the error for a hybrid that no target takes; ``rejected`` holds the reason of each by name."""
     reasons = "\n".join(
         f"it is not exported as {name}: {reason}" for name, reason in rejected.items()
     )
-    raise errors.UserError(
-        f"{reasons}\n{_REMEDY if engine is None else 'leave the engine out, or name another one'}"
-    )
+    remedy = _REMEDY if engine is None else "leave the engine out, or name another one"
+    return errors.UserError(f"{reasons}\n{remedy}")
 
 
 def exported_from(checkpoint: files.StrPath, engine: str | None) -> dict[str, str | None]:
