@@ -92,71 +92,105 @@ def propose_for(
 
     Raises ``UserError`` as ``Requirements.limit``, ``resolve_tau``, ``constraints.solve`` and ``propose``.
     """
+    # Resolve what is asked for; errors come before anything is solved
     requirements = requirements or Requirements()
     table = requirements.at_best_window(table, window)
-    cost = requirements.cache_cost(table, window)  # raises before anything is solved
+    cost = requirements.cache_cost(table, window)
     limit = requirements.limit(table, budget, window)
     table = resolve_tau(table, tau, limit.heads(table))
-    # Solve for the layout that meets the requirements
-    solved: dict[str, Layout] = {}
-    if requirements.is_solved:
-        limit = requirements.fitted(table, limit, window)
-        solved = {(layout := requirements.solve(table, limit, window)).strategy: layout}
-    heads = (
-        next(iter(solved.values())).num_global if limit.weights is not None else limit.heads(table)
-    )
+    limit, solved = _solve(requirements, table, limit, window)
+    heads = limit.heads(table)
+    if limit.weights is not None:
+        heads = next(layout.num_global for layout in solved.values())
     tried = requirements.compared(table, limit, window)
     # Choose heads by every strategy and by other signals
     layouts = propose(table, heads, window=window, seed=seed, num_random=num_random)
     window = layouts[strategies.DENSEST.name].window
-    layouts |= {
-        each.signal: densest_layout(each, heads, name=each.signal, window=window) for each in others
-    } | solved
-    layouts |= requirements.window_per_head(table, limit, window) | _of_probe(table, tried)
+    layouts |= _of_signals(others, heads, window)
+    layouts |= solved
+    layouts |= requirements.window_per_head(table, limit, window)
+    layouts |= _of_probe(table, tried)
     # Bootstrap confidence intervals over the probe's documents
     resampled = bootstrap(table)
-    certainty = None
-    if resampled is not None:
-        certain = {
-            name: requirements.probability(resampled, limit, progress=progress) for name in solved
-        }
-        certainty = Certainty.of(resampled, layouts, heads, certain)
-    rows = _with_measured(
-        coverage_table(table, layouts, heads, resampled, requirements.constraints), tried
-    )
-    if isinstance(cost, EngineCost) or table.window_costs is not None:
-        rows["kv_bytes"] = _kv_bytes(
-            requirements, table, window, cost, [layouts[name] for name in rows["strategy"]]
-        )
+    certainty = _certainty(requirements, resampled, limit, layouts, solved, heads, progress)
+    rows = coverage_table(table, layouts, heads, resampled, requirements.constraints)
+    rows = _with_measured(rows, tried)
+    rows = _with_kv_bytes(rows, layouts, requirements, table, window, cost)
     # Find further layouts if they are requested
-    best = next(iter(solved.values()), layouts[strategies.DENSEST.name])
-    several = (
-        find_solutions(table, requirements, limit, best, solutions, resampled=resampled)
-        if solutions
-        else None
-    )
-    return Answer(
-        table, layouts, rows, certainty, several, table.metadata[RECOMMENDED] if tried else None
-    )
+    several = None
+    if solutions is not None:
+        best = next(iter(solved.values()), layouts[strategies.DENSEST.name])
+        several = find_solutions(table, requirements, limit, best, solutions, resampled=resampled)
+    recommended = table.metadata[RECOMMENDED] if tried else None
+    return Answer(table, layouts, rows, certainty, several, recommended)
 
 
-def _kv_bytes(
+def _solve(
+    requirements: Requirements,
+    table: head_scores.HeadScores,
+    limit: Limit,
+    window: int | None,
+) -> tuple[Limit, dict[str, Layout]]:
+    """Return the layout that meets the requirements, by name, and the limit that it fits in; no layout without any."""
+    if not requirements.is_solved:
+        return limit, {}
+    limit = requirements.fitted(table, limit, window)
+    layout = requirements.solve(table, limit, window)
+    return limit, {layout.strategy: layout}
+
+
+def _of_signals(
+    others: Sequence[head_scores.HeadScores], heads: int, window: int
+) -> dict[str, Layout]:
+    """Return the layout of the heads of highest score for each of other signals, by the signal's name."""
+    return {
+        scores.signal: densest_layout(scores, heads, name=scores.signal, window=window)
+        for scores in others
+    }
+
+
+def _certainty(
+    requirements: Requirements,
+    resampled: Bootstrap | None,
+    limit: Limit,
+    layouts: Mapping[str, Layout],
+    solved: Mapping[str, Layout],
+    heads: int,
+    progress: Progress | None,
+) -> Certainty | None:
+    """Return how certain the choice of heads is, solving again in each resample for the layouts in ``solved``."""
+    if resampled is None:
+        return None
+    probability = {
+        name: requirements.probability(resampled, limit, progress=progress) for name in solved
+    }
+    return Certainty.of(resampled, layouts, heads, probability)
+
+
+def _with_kv_bytes(
+    rows: pd.DataFrame,
+    layouts: Mapping[str, Layout],
     requirements: Requirements,
     table: head_scores.HeadScores,
     window: int | None,
     cost: CacheCost | None,
-    layouts: Sequence[Layout],
-) -> "pd.api.extensions.ExtensionArray":
-    """Return the bytes of each layout, in an engine those that it plans, missing where it does not run one."""
+) -> pd.DataFrame:
+    """Add the bytes of each layout if an engine or costs of windows ask for them.
+
+    In an engine they are those that it plans, missing where it does not run a layout.
+    """
+    in_order = [layouts[name] for name in rows["strategy"]]
+    sizes: list[int | None] = []
     if isinstance(cost, EngineCost):
-        plans = [cost.layout_plan(layout) for layout in layouts]
-        return pd.array(
-            [None if plan is None else plan.memory(cost.batch) for plan in plans], dtype="Int64"
-        )
-    of_layouts = requirements.cost_of_layouts(table, window)
-    return pd.array(
-        [of_layouts.layout_bytes(layout, table.layers) for layout in layouts], dtype="Int64"
-    )
+        for layout in in_order:
+            plan = cost.layout_plan(layout)
+            sizes.append(None if plan is None else plan.memory(cost.batch))
+    elif table.window_costs is not None:
+        of_layouts = requirements.cost_of_layouts(table, window)
+        sizes += [of_layouts.layout_bytes(layout, table.layers) for layout in in_order]
+    else:
+        return rows
+    return rows.assign(kv_bytes=pd.array(sizes, dtype="Int64"))
 
 
 def _of_probe(table: head_scores.HeadScores, tried: Sequence[TriedLayout]) -> dict[str, Layout]:

@@ -271,44 +271,23 @@ def convert(
         raise errors.UserError(
             f"--window is {window}; it must be at least 1, because it includes the query's own key"
         )
-    # Read the source
-    layout = Layout.read(source) if hub.is_on_hub(source) or _is_layout(source) else None
-    if layout is None:
-        scores, notes = _with_sizes(read_scores(source), window, sinks)
-    elif chosen:
-        raise errors.UserError(
-            f"{source} is a layout, whose global heads are already chosen: "
-            f"--{next(iter(chosen))} applies only to scores"
-        )
-    else:
-        layout, notes = _resized(layout, target, window, sinks), []
-        mask = layout.global_mask.astype(np.float64)
-        origin = f"{layout.strategy} {layout.hash}"
-        scores = ForeignScores(mask, layout.strategy, origin, layout.window, layout.sinks)
-    # Select heads if the target needs a mask
-    to_duo_attention = target_files[0].name == TSV_NAME
-    if layout is None and (chosen or not to_duo_attention):
-        layout, tie_notes = _chosen_layout(scores, chosen)
-        scores, notes = (
-            replace(scores, values=layout.global_mask.astype(np.float64)),
-            notes + tie_notes,
-        )
-    # Write the target
-    if (
-        not _is_layout(target)
-        and len({*(scores.heads_per_layer if layout is None else layout.heads_per_layer)}) > 1
-    ):
-        raise errors.UserError(
-            "the formats of DuoAttention and PruLong have as many KV heads in every layer"
-        )
-    if to_duo_attention:
+    # Convert a layout, whose heads are chosen
+    if hub.is_on_hub(source) or _is_layout(source):
+        layout = Layout.read(source)
+        if chosen:
+            raise errors.UserError(
+                f"{source} is a layout, whose global heads are already chosen: "
+                f"--{next(iter(chosen))} applies only to scores"
+            )
+        layout = _resized(layout, target, window, sinks)
+        return _write(target_files, layout, source=f"{layout.strategy} {layout.hash}")
+    # Convert scores, which DuoAttention's files hold as they are
+    scores, notes = _with_sizes(read_scores(source), window, sinks)
+    if target_files[0].name == TSV_NAME and not chosen:
+        _check_even(scores.heads_per_layer)
         return [*notes, _write_duo_attention(target_files, scores)]
-    assert layout is not None
-    if not _is_layout(target):
-        return [*notes, *_write_prulong(target, layout)]
-    layout.write(target)
-    written = f"{layout.num_global} of {layout.num_heads} KV heads global, {layout.reach}, hash {layout.hash}"
-    return [*notes, f"{target}: {written}"]
+    layout, tie_notes = _chosen_layout(scores, chosen)
+    return [*notes, *tie_notes, *_write(target_files, layout, source=scores.source)]
 
 
 def _resized(layout: Layout, target: Path, window: int | None, sinks: int | None) -> Layout:
@@ -392,19 +371,50 @@ def _target_files(target: Path) -> list[Path]:
     return target_files
 
 
+def _write(target_files: Sequence[Path], layout: Layout, *, source: str) -> list[str]:
+    """Write a layout in the format of the target; return messages. DuoAttention's config names the ``source``."""
+    target = target_files[0]
+    if _is_layout(target):
+        layout.write(target)
+        heads = f"{layout.num_global} of {layout.num_heads} KV heads global"
+        return [f"{target}: {heads}, {layout.reach}, hash {layout.hash}"]
+    _check_even(layout.heads_per_layer)
+    if target.name != TSV_NAME:
+        return _write_prulong(target, layout)
+    scores = ForeignScores(
+        layout.global_mask.astype(np.float64),
+        origin=layout.strategy,
+        source=source,
+        window=layout.window,
+        sink_size=layout.sinks,
+    )
+    return [_write_duo_attention(target_files, scores)]
+
+
+def _check_even(heads_per_layer: Sequence[int]) -> None:
+    """Check that all layers have as many KV heads. Raises ``UserError`` otherwise."""
+    if len(set(heads_per_layer)) > 1:
+        raise errors.UserError(
+            "the formats of DuoAttention and PruLong have as many KV heads in every layer"
+        )
+
+
 def _write_duo_attention(target_files: Sequence[Path], scores: ForeignScores) -> str:
     """Write DuoAttention's two files atomically; return a message."""
-    sizes = {"sink_size": scores.sink_size, "recent_size": scores.window}
-    config = {**sizes, "source": scores.source, "created_by": _CREATED_BY}
+    config = {
+        "sink_size": scores.sink_size,
+        "recent_size": scores.window,
+        "source": scores.source,
+        "created_by": _CREATED_BY,
+    }
     folder = target_files[0].parent
-    with (replacing if folder.is_dir() else new_folder)(folder) as new:  # both files or neither
+    # Both files or neither
+    with (replacing if folder.is_dir() else new_folder)(folder) as new:
         files.write_json(new / CONFIG_NAME, config)
         files.write_atomic(new / TSV_NAME, _lines(scores.values, "{:.18e}"))
-    content = (
-        f"{int(scores.values.sum())} of {scores.values.size} KV heads global"
-        if scores.is_mask
-        else "scores"
-    )
+    content = "scores"
+    if scores.is_mask:
+        content = f"{int(scores.values.sum())} of {scores.values.size} KV heads global"
     sinks = f"{scores.sink_size} sink token{'' if scores.sink_size == 1 else 's'}"
     return f"{target_files[0]}: {content}, {sinks}, window {scores.window}"
 

@@ -9,7 +9,7 @@ import math
 import shlex
 from base64 import b64encode
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from gzip import compress
 from typing import Any
@@ -24,20 +24,16 @@ from spkv_nas.base.files import yaml_line
 from spkv_nas.cost.cache_cost import token_bytes
 from spkv_nas.proposal.coverage import coverage, densest_candidates, densest_coverage, provenance
 from spkv_nas.proposal.propose import densest_layout
-from spkv_nas.report.evidence import SEARCH, Result, all_evidence
+from spkv_nas.report.evidence import SEARCH, Evidence, Result, all_evidence
 from spkv_nas.report.inputs import ReportInputs
 from spkv_nas.report.plot import SHADES, cividis
 from spkv_nas.report.verdict import Verdict
 
-_TAUS = tuple(
-    percent / 100 for percent in range(5, 100, 5)
-)  # offered besides the probe's own threshold
+# Thresholds that are offered besides the probe's own
+_TAUS = tuple(percent / 100 for percent in range(5, 100, 5))
 _DIGITS = 4  # decimals of a coverage in a layout's provenance
-_VARY = (
-    "budget",
-    "coverage",
-    "tau",
-)  # entries of a layout's provenance that differ between layouts
+# Entries of a layout's provenance that differ between layouts
+_VARY = ("budget", "coverage", "tau")
 
 
 def explorer_data(inputs: ReportInputs, verdict: Verdict) -> dict[str, Any] | None:
@@ -45,77 +41,81 @@ def explorer_data(inputs: ReportInputs, verdict: Verdict) -> dict[str, Any] | No
     signals = [signal for table in inputs.probes if (signal := _signal(table, inputs)) is not None]
     if not signals:
         return None
-    # Collect distinct layouts: proposed, then measured
-    evidence = [
-        replace(
-            mode,
-            results=tuple(
-                each for each in mode.results if each.mask is not None and np.isfinite(each.delta)
-            ),
-        )
-        for mode in all_evidence(inputs)
+    # Collect layouts: proposed, then measured
+    evidence = _evidence_of_masks(inputs)
+    proposed = [
+        Result(name, 0.0, mask=layout.global_mask)
+        for name, layout in inputs.layouts.items()
+        if not layout.windows
     ]
-    layouts = {name: layout for name, layout in inputs.layouts.items() if not layout.windows}
-    proposed = [Result(name, 0.0, mask=layout.global_mask) for name, layout in layouts.items()]
-    retrained = [result for mode in evidence if mode.steps != 0 for result in mode.results]
     measured = [result for mode in evidence for result in mode.results]
+    retrained = [result for mode in evidence if mode.steps != 0 for result in mode.results]
     # Number the distinct layouts; names that share one layout are aliases
     names: dict[object, str] = {}
     for result in (*proposed, *measured):
         names.setdefault(result.key, result.name)
     indices = {key: number for number, key in enumerate(names)}
-    named = {(result.name, indices[result.key]) for result in (*proposed, *measured)}
-    proposed_or_retrained = {
-        indices[result.key]: result for result in reversed((*proposed, *retrained))
+    aliases = {
+        (result.name, indices[result.key])
+        for result in (*proposed, *measured)
+        if result.name != names[result.key]
     }
-    filed = [
-        (inputs, result)
-        for _, result in sorted(proposed_or_retrained.items(), key=lambda entry: entry[0])
-    ]
+    files = _layout_files(inputs, indices, [*proposed, *retrained])
+    start = -1 if verdict.layout is None else indices.get(verdict.layout.key, -1)
     # Data of the page's script
+    table = inputs.table
     colours = [cividis(step / (SHADES - 1)) for step in range(SHADES)]
     return {
-        "grid": inputs.table.grid,
-        "absent": np.flatnonzero(
-            ~inputs.table.is_head
-        ).tolist(),  # cells beyond the heads of their layer
+        "grid": table.grid,
+        # Cells beyond the heads of their layer
+        "absent": np.flatnonzero(~table.is_head).tolist(),
         "shades": [colour for colour, _ in colours],
-        "dark": sum(
-            ink == "#fff" for _, ink in colours
-        ),  # number of shades, from the first, with white text
-        "budget": min(inputs.budget, inputs.table.num_candidates),
-        "fixed": sorted(
-            {*range(inputs.table.num_layers)} - {*inputs.table.layers}
-        ),  # layers that are local by design
+        # Number of shades, from the first, with white text
+        "dark": sum(ink == "#fff" for _, ink in colours),
+        "budget": min(inputs.budget, table.num_candidates),
+        # Layers that are local by design
+        "fixed": sorted({*range(table.num_layers)} - {*table.layers}),
         "context": inputs.context,
-        "start": -1 if verdict.layout is None else indices.get(verdict.layout.key, -1),
+        "start": start,
         "signals": signals,
-        "layouts": [  # global heads, layer by layer, one bit each
-            [name, b64encode(np.packbits(np.frombuffer(key, np.bool_)).tobytes()).decode()]
-            for key, name in names.items()
-            if isinstance(key, bytes)
-        ],
-        "files": [_layout_file(*each) for each in filed],
-        "aliases": sorted(
-            [name, index] for name, index in named if name != [*names.values()][index]
-        ),
-        "offered": len(filed),  # number of layouts with a file
-        "measured": [
-            [
-                mode.description,
-                3 - FIDELITIES.index(mode.fidelity)
-                if mode.source == SEARCH
-                else -1,  # column in the search's table
-                [
-                    [indices[scored.key], _number(scored.delta), _number(scored.error)]
-                    for scored in mode.results
-                ],
-            ]
-            for mode in evidence
-            if mode.results
-        ],
+        "layouts": [[name, _bits(key)] for key, name in names.items() if isinstance(key, bytes)],
+        "files": files,
+        "aliases": sorted([name, index] for name, index in aliases),
+        # Number of layouts with a file
+        "offered": len(files),
+        "measured": [_measured(mode, indices) for mode in evidence if mode.results],
         "costs": _costs(inputs, indices),
     }
+
+
+def _evidence_of_masks(inputs: ReportInputs) -> list[Evidence]:
+    """Return all evidence without results whose heads or loss are not known."""
+    return [
+        replace(
+            mode,
+            results=tuple(
+                result
+                for result in mode.results
+                if result.mask is not None and np.isfinite(result.delta)
+            ),
+        )
+        for mode in all_evidence(inputs)
+    ]
+
+
+def _bits(mask: bytes) -> str:
+    """Return the global heads of a layout, layer by layer, one bit each, in base64."""
+    return b64encode(np.packbits(np.frombuffer(mask, np.bool_)).tobytes()).decode()
+
+
+def _measured(mode: Evidence, indices: Mapping[object, int]) -> list[object]:
+    """Return an evaluation mode, its column in the search's table (-1 for others), and its results by layout."""
+    column = 3 - FIDELITIES.index(mode.fidelity) if mode.source == SEARCH else -1
+    results = [
+        [indices[result.key], _number(result.delta), _number(result.error)]
+        for result in mode.results
+    ]
+    return [mode.description, column, results]
 
 
 def _costs(inputs: ReportInputs, keys: Mapping[object, int]) -> list[str] | None:
@@ -130,6 +130,16 @@ def _costs(inputs: ReportInputs, keys: Mapping[object, int]) -> list[str] | None
     is_head = inputs.table.is_head.ravel()
     masks = (np.frombuffer(key, np.bool_)[is_head] for key in keys if isinstance(key, bytes))
     return [costs.get("".join("G" if head else "L" for head in mask), "") for mask in masks]
+
+
+def _layout_files(
+    inputs: ReportInputs, indices: Mapping[object, int], results: Iterable[Result]
+) -> list[list[str]]:
+    """Return ``_layout_file`` of the first result of each layout, in the order of ``indices``."""
+    first: dict[int, Result] = {}
+    for result in results:
+        first.setdefault(indices[result.key], result)
+    return [_layout_file(inputs, first[index]) for index in sorted(first)]
 
 
 def _layout_file(inputs: ReportInputs, result: Result) -> list[str]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
@@ -54,9 +55,9 @@ def write_report(
         plot.save_chart(folder, chart)
         progress(number, len(charts))
     # Render the page with the figures that exist
-    names = [chart.name for chart in charts] + [
-        *(result_charts.SEARCH_FIGURES if groups["search"] else ())
-    ]
+    names = [chart.name for chart in charts]
+    if groups["search"]:
+        names += result_charts.SEARCH_FIGURES
     names += [chart.name for section in inputs.benchmarks for chart in section.charts]
     figures = [name for name in names if (folder / f"{name}.png").is_file()]
     files.write_atomic(folder / _PAGE, _render(inputs, verdict, steps, groups, figures))
@@ -66,23 +67,15 @@ def write_report(
 def _charts(inputs: ReportInputs, verdict: Verdict) -> Groups:
     """Return every chart that has data, by the section of the page that shows it."""
     table = inputs.table
-    compared = inputs.comparison
-    search = inputs.search
-    has_cost = search is not None and bool(search["cost"].notna().all())
     chosen = answer.answer_layout(inputs, verdict)
+    answers: list[Chart | Panels | None] = []
+    if chosen is not None:
+        answers = answer.answer_charts(inputs, verdict, chosen)
     groups: dict[str, list[Chart | Panels | None]] = {
-        "answer": [] if chosen is None else answer.answer_charts(inputs, verdict, chosen),
+        "answer": answers,
         "density": [density_charts.density_chart(table)],
         "layouts": [density_charts.layout_charts(table, inputs.layouts, inputs.covered)],
-        "results": [
-            None if chosen is not None else result_charts.cache_nll_chart(inputs, verdict),
-            None
-            if compared is None
-            else result_charts.coverage_nll_chart(compared, table.measure.noun),
-            result_charts.coverage_budget_chart(
-                table, inputs.layouts, inputs.covered, inputs.certainty
-            ),
-        ],
+        "results": _result_charts(inputs, verdict, has_answer=chosen is not None),
         "detail": [
             density_charts.domain_chart(table) if len(table.domains) > 1 else None,
             density_charts.position_chart(table),
@@ -91,13 +84,34 @@ def _charts(inputs: ReportInputs, verdict: Verdict) -> Groups:
         "certainty": [
             None if inputs.certainty is None else density_charts.stability_chart(inputs.certainty)
         ],
-        "search": []
-        if search is None
-        else [*result_charts.search_charts(search, "cost" if has_cost else None)],
+        "search": _search_charts(inputs.search),
     }
     return {
         name: [chart for chart in charts if chart is not None] for name, charts in groups.items()
     }
+
+
+def _result_charts(
+    inputs: ReportInputs, verdict: Verdict, *, has_answer: bool
+) -> list[Chart | Panels | None]:
+    """Return the charts of losses and coverage; an answer shows loss against memory itself."""
+    table = inputs.table
+    by_memory = None if has_answer else result_charts.cache_nll_chart(inputs, verdict)
+    by_coverage = None
+    if inputs.comparison is not None:
+        by_coverage = result_charts.coverage_nll_chart(inputs.comparison, table.measure.noun)
+    by_budget = result_charts.coverage_budget_chart(
+        table, inputs.layouts, inputs.covered, inputs.certainty
+    )
+    return [by_memory, by_coverage, by_budget]
+
+
+def _search_charts(search: pd.DataFrame | None) -> list[Chart | Panels | None]:
+    """Return the charts of a search, with its second objective if all layouts have one."""
+    if search is None:
+        return []
+    has_cost = bool(search["cost"].notna().all())
+    return [*result_charts.search_charts(search, "cost" if has_cost else None)]
 
 
 def _render(
@@ -107,54 +121,38 @@ def _render(
     groups: Groups,
     figures: list[str],
 ) -> str:
+    """Return the page's HTML; ``figures`` are the names of those with files."""
     table = inputs.table
-    # Split panels into their charts, as the page shows them
-    charts = {
-        name: [
-            single
-            for each in group
-            for single in (each.charts if isinstance(each, Panels) else (each,))
-        ]
-        for name, group in groups.items()
-    }
-    # Charts whose numbers are embedded; maps of heads take theirs from the explorer's data
+    charts = {name: _single_charts(group) for name, group in groups.items()}
+    # Embed the numbers of charts; maps of heads take theirs from the explorer's data
     embedded = [
         chart for name in groups if name not in ("density", "layouts") for chart in charts[name]
     ]
-    chosen = answer.answer_layout(inputs, verdict)
     embedded += [chart for section in inputs.benchmarks for chart in section.charts]
-    # Layouts, highest coverage first
+    explorer = layout_explorer.explorer_data(inputs, verdict)
+    data = page_data(embedded, explorer, layout_explorer.layout_indices(explorer))
+    # Sort the layouts by coverage, highest first
     layouts = sorted(
         zip(inputs.layouts, inputs.layouts.values(), charts["layouts"], strict=True),
         key=lambda layout: -np.nan_to_num(inputs.covered[layout[0]]),
     )
     # Fill the template
-    explorer = layout_explorer.explorer_data(inputs, verdict)
-    folder = Path(__file__).parent
-    shown = {
-        "inputs": inputs,
-        "table": table,
-        "measure": table.measure,
-        "verdict": verdict,
-        "explorer": explorer,
-    }
-    shown |= {
-        "steps": steps,
-        "tables": tables,
-        "charts": charts,
-        "layouts": layouts,
-        "figures": figures,
-    }
+    chosen = answer.answer_layout(inputs, verdict)
     return render(
         "page.html.j2",
         version=version.__version__,
-        data=Markup(page_data(embedded, explorer, layout_explorer.layout_indices(explorer))),
-        script=Markup(
-            compact(
-                "\n".join((folder / f"{name}.js").read_text(encoding="utf-8") for name in _SCRIPTS)
-            )
-        ),
-        **shown,
+        data=Markup(data),
+        script=Markup(_script()),
+        inputs=inputs,
+        table=table,
+        measure=table.measure,
+        verdict=verdict,
+        explorer=explorer,
+        steps=steps,
+        tables=tables,
+        charts=charts,
+        layouts=layouts,
+        figures=figures,
         strategy_of=strategies.strategy_of,
         caution=coverage.caution(table),
         sections=inputs.benchmarks,
@@ -163,20 +161,39 @@ def _render(
     )
 
 
+def _single_charts(group: Iterable[Chart | Panels]) -> list[Chart]:
+    """Return the charts of a group with panels split into theirs, as the page shows them."""
+    charts: list[Chart] = []
+    for drawn in group:
+        charts += drawn.charts if isinstance(drawn, Panels) else (drawn,)
+    return charts
+
+
+def _script() -> str:
+    """Return the page's script without comments and indentation."""
+    folder = Path(__file__).parent
+    parts = [(folder / f"{name}.js").read_text(encoding="utf-8") for name in _SCRIPTS]
+    return compact("\n".join(parts))
+
+
 def render(template: str, **values: Any) -> str:
     """Return the HTML of a template with the given values."""
-    options: Any = {
-        "autoescape": True,
-        "undefined": StrictUndefined,
-        "trim_blocks": True,
-        "lstrip_blocks": True,
-    }
-    environment = Environment(loader=FileSystemLoader(Path(__file__).parent), **options)
-    environment.filters.update(
-        compact=compact, csp_hash=_csp_hash, tie=_tie, cap=formatting.capitalized
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
-    environment.filters.update(draw=page_svg.draw_chart, draw_scale=page_svg.draw_scale)
-    environment.filters.update(draw_windows=page_svg.draw_windows)
+    environment.filters.update(
+        compact=compact,
+        csp_hash=_csp_hash,
+        tie=_tie,
+        cap=formatting.capitalized,
+        draw=page_svg.draw_chart,
+        draw_scale=page_svg.draw_scale,
+        draw_windows=page_svg.draw_windows,
+    )
     return environment.get_template(template).render(**values)
 
 
@@ -208,18 +225,21 @@ def page_data(
     holds it. ``indices`` are the explorer's layouts by name: points that stand for layouts refer to them, with -1 for a
     name that it lacks.
     """
-
-    def content(mark: Mark) -> dict[str, Any]:
-        layouts = [(indices or {}).get(name, -1) for name in getattr(mark, "layouts", ())]
-        parts = {"tips": getattr(mark, "tips", ()), "layouts": layouts}
-        if isinstance(mark, Heatmap) and mark.words:
-            rows = np.round(mark.values, 4).tolist()
-            values = [[None if math.isnan(value) else value for value in row] for row in rows]
-            parts |= {"values": values, "words": mark.words}
-        return {key: part for key, part in parts.items() if part}
-
-    marks = {chart.name: [content(mark) for mark in chart.marks] for chart in charts}
+    marks = {
+        chart.name: [_mark_data(mark, indices or {}) for mark in chart.marks] for chart in charts
+    }
     data = {"charts": marks, "explorer": explorer}
-    return json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":")).replace(
-        "<", "\\u003c"
-    )
+    text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c")
+
+
+def _mark_data(mark: Mark, indices: Mapping[str, int]) -> dict[str, object]:
+    """Return the tooltips of a mark, the layouts of its points, and the values of a map with tooltips; {} for none."""
+    layouts = [indices.get(name, -1) for name in getattr(mark, "layouts", ())]
+    parts: dict[str, object] = {"tips": getattr(mark, "tips", ()), "layouts": layouts}
+    if isinstance(mark, Heatmap) and mark.words:
+        rows = np.round(mark.values, 4).tolist()
+        # JSON has no NaN
+        parts["values"] = [[None if math.isnan(value) else value for value in row] for row in rows]
+        parts["words"] = mark.words
+    return {key: part for key, part in parts.items() if part}
