@@ -68,59 +68,79 @@ def add_command(
     hints = get_type_hints(function)
     returns = hints.pop("return", None)
     options_class: type[Options] = next(iter(hints.values()))
-    names = [field.name for field in fields(options_class)]  # type: ignore[arg-type]
 
     def run(invocation: typer.Context, **values: Any) -> None:
-        from spkv_nas.stages.checks import check  # pandas takes too long for --help
-
-        # Take the shared options out of the values; they may stand before the command's name
-        before = invocation.find_root().params
-        shared = {key: values.pop(key, None) or before.get(key) for key in (*_SHARED, "json")}
-        # Build and check the options
-        options = options_class(**values, **{key: shared[key] for key in names if shared.get(key)})
-        check(options)
-        # Run the command and print its result
-        verbosity = {key: bool(shared[key]) for key in ("quiet", "verbose")}
-        title = invocation.command_path.removeprefix(f"{invocation.find_root().info_name} ")
-        with screen.working(
-            title, takes_long=isinstance(options, TakesLong), **verbosity
-        ) as reporter:
-            if isinstance(options, OnDevice):
-                with suppress(ModuleNotFoundError):  # the command says what to install
-                    quiet_transformers(reporter)
-            if isinstance(options, Trains) and options.dry_run:
-                from spkv_nas.stages.dry_run import dry_run
-
-                results: Results | None = dry_run(options, reporter)
-            else:
-                results = function(options, reporter)
-            code = 0 if results is None else print_results(results, as_json=bool(shared["json"]))
-        raise typer.Exit(code)
+        raise typer.Exit(_run(function, options_class, invocation, values))
 
     # Give typer the signature that it reads the options from
-    paragraphs = (function.__doc__ or "").split(
-        "\n\n"
-    )  # typer would keep the line breaks of the source
-    run.__doc__ = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
-    run.__name__ = function.__name__
-    common = {
-        key: kind
-        for key, kind in _SHARED.items()
-        if key in names or key not in ("workspace", "device")
-    }
-    common = common if returns is type(None) else {"json": Json, **common}
-    keyword = inspect.Parameter.KEYWORD_ONLY
     parameters = [
-        inspect.Parameter("invocation", keyword, annotation=typer.Context),
+        inspect.Parameter("invocation", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context),
         *_parameters(options_class),
+        *_shared_parameters(options_class, has_result=returns is not type(None)),
     ]
-    parameters += [
-        inspect.Parameter(key, keyword, default=None, annotation=kind)
-        for key, kind in common.items()
-    ]
+    run.__doc__ = _help(function)
+    run.__name__ = function.__name__
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     app.command(name or function.__name__.replace("_", "-"))(run)
+
+
+def _run(
+    function: Callable[[Options, progress.Reporter], Results | None],
+    options_class: type[Options],
+    invocation: typer.Context,
+    values: dict[str, Any],
+) -> int:
+    """Run a command with the values that typer parsed, print its result, and return its exit code."""
+    from spkv_nas.stages.checks import check  # pandas takes too long for --help
+
+    # Take the shared options out of the values; they may stand before the command's name
+    root = invocation.find_root()
+    shared = {key: values.pop(key, None) or root.params.get(key) for key in (*_SHARED, "json")}
+    for field in fields(options_class):  # type: ignore[arg-type]
+        if shared.get(field.name):
+            values[field.name] = shared[field.name]
+    # Build and check the options
+    options = options_class(**values)
+    check(options)
+    # Run the command and print its result
+    working = screen.working(
+        invocation.command_path.removeprefix(f"{root.info_name} "),
+        quiet=bool(shared["quiet"]),
+        verbose=bool(shared["verbose"]),
+        takes_long=isinstance(options, TakesLong),
+    )
+    with working as reporter:
+        if isinstance(options, OnDevice):
+            with suppress(ModuleNotFoundError):  # the command says what to install
+                quiet_transformers(reporter)
+        if isinstance(options, Trains) and options.dry_run:
+            from spkv_nas.stages.dry_run import dry_run
+
+            results: Results | None = dry_run(options, reporter)
+        else:
+            results = function(options, reporter)
+        return 0 if results is None else print_results(results, as_json=bool(shared["json"]))
+
+
+def _help(function: Callable[..., Any]) -> str:
+    """Return a function's docstring with a line for each paragraph: typer keeps the line breaks of the source."""
+    paragraphs = (function.__doc__ or "").split("\n\n")
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+
+
+def _shared_parameters(options_class: type, *, has_result: bool) -> list[inspect.Parameter]:
+    """Return the parameters of the shared options: ``--json`` if there is a result to print, and those that apply."""
+    names = [field.name for field in fields(options_class)]
+    kinds: dict[str, object] = {"json": Json} if has_result else {}
+    for key, kind in _SHARED.items():
+        if key in names or key not in ("workspace", "device"):
+            kinds[key] = kind
+    by_name = inspect.Parameter.KEYWORD_ONLY
+    return [
+        inspect.Parameter(key, by_name, default=None, annotation=kind)
+        for key, kind in kinds.items()
+    ]
 
 
 def _parameters(options_class: type) -> list[inspect.Parameter]:

@@ -1,6 +1,5 @@
 """Find the smallest budget, of heads or memory, whose layout passes, to ``reports/<name>/critical-budget.csv``."""
 
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -42,10 +41,9 @@ class Memory:
     full: int  # bytes with full attention
     used: int  # bytes at the critical budget
     context: int  # tokens that both are counted for
-    untested: (
-        int | None
-    )  # longer context of the model, at which no loss was measured; None: there is none
-    # ratio of the requests that fit in vLLM's cache to those of full attention; None if it does not serve the layout
+    # Longer context of the model, at which no loss was measured; None: there is none
+    untested: int | None
+    # Ratio of the requests that fit in vLLM's cache to those of full attention; None if it does not serve the layout
     requests: float | None
     sentence: str  # both for people, with the sizes and the engine that they are counted for
 
@@ -61,14 +59,30 @@ class BudgetResult(CriticalBudget):
     file: Path | None  # layout file of the critical budget; None if no budget passes
     folder: Path  # folder of the table
     next: tuple[commands.Suggestion, ...]  # commands to run next
-    rivals: (
-        Rivals | None
-    )  # layouts of several kinds that were compared for each memory; None: one for each budget
+    # Layouts of several kinds that were compared for each memory; None: one for each budget
+    rivals: Rivals | None
 
     @property
     def unrecorded(self) -> list[str]:
         """Return layouts whose selection documents are not known: all, in whose place their probe is named."""
         return [f"the layouts of {self.probe}"] if self.compared.selected.unknown else []
+
+
+@dataclass(frozen=True)
+class _Search:
+    """Layouts to look at, by ascending budget, with what they are made of."""
+
+    options: CriticalBudgetOptions
+    files: Proposal  # layouts in files; empty if they are made from the table
+    table: head_scores.HeadScores
+    requirements: Requirements
+    layouts: dict[str, Layout]  # by name
+    memories: list[float] | None  # their budgets in percent of the KV cache; None: in global heads
+
+    @property
+    def is_by_costs(self) -> bool:
+        """Return whether costs of windows choose a layout for each memory."""
+        return self.memories is not None and not self.files.layouts
 
 
 def run(
@@ -83,76 +97,96 @@ def run(
     """
     checks.check(options)
     check_memory(options)
-    # Make or read the layouts before any document is looked at
-    files = (
-        Proposal.read(map(Path, options.budgets))
-        if verdict.is_layout(options.budgets[0])
-        else Proposal({})
-    )
-    files.warn_of_windows()
-    probe = options.probe or probe_of(options.folders, files.layouts.values())
-    table = lookup.chosen_table(replace(options, probe=probe), reporter)
-    requirements = _requirements(options, files)
-    layouts, memories = _layouts(options, files, table, requirements)
-    candidates = [
-        contenders.Contender(name, options.model, layout, layout)
-        for name, layout in layouts.items()
-    ]
-    by_costs = memories is not None and not files.layouts
-    # Look at budgets, on documents that the heads were not scored on
-    table = _with_head_gates(options, table, reporter) if by_costs else table
-    ranked = (table.selected_on or frozenset()) if by_costs else None
-    compared = decision.prepare(
-        options, candidates, [*files.files.values()], reporter, ranked_on=ranked
-    )
-    rivals = (
-        _rivals(options, compared.trial, table, requirements, memories, reporter)
-        if by_costs
-        else None
-    )
-    outcome = find_critical_budget(
-        compared.trial,
-        candidates,
-        criteria.parse_risk(options.risk),
-        reporter,
-        memories,
-        None if memories is None else table.metadata.get("nll"),
-        deadline,
-        rivals,
-    )
-    compared = _with_chosen(compared, outcome)
-    table = propose.with_sinks(table, outcome.layouts[0].sinks)
+    search = _search(options, reporter)
+    compared, outcome, rivals = _look(search, reporter, deadline)
+    table = propose.with_sinks(search.table, outcome.layouts[0].sinks)
     # Name the file of the smallest that passes, which is written below unless it was given
-    given = file = memory = None
+    given = None
+    file = None
+    memory = None
     if outcome.layout is not None and outcome.critical.passes is not None:
-        given = files.files.get([*layouts][outcome.critical.passes])
-        file = (
-            given
-            or options.folders.layout_dir(table.name) / f"{result_tables.CRITICAL_BUDGET.name}.yaml"
-        )
-        memory = _memory(options, requirements, table, outcome.layout)
+        name = [*search.layouts][outcome.critical.passes]
+        given = search.files.files.get(name)
+        folder = options.folders.layout_dir(table.name)
+        file = given or folder / f"{result_tables.CRITICAL_BUDGET.name}.yaml"
+        memory = _memory(options, search.requirements, table, outcome.layout)
         reporter.caution(propose.price_advice(table, outcome.layout.num_global))
     # Collect and write the result
+    rows = _with_bytes(outcome, search.requirements, table)
+    suggests_export = outcome.alarm is None and not search.files.layouts
     result = BudgetResult(
-        **vars(replace(outcome, rows=_with_bytes(outcome, requirements, table))),
+        **vars(replace(outcome, rows=rows)),
         compared=compared,
         probe=table.name,
         num_heads=table.num_candidates,
         memory=memory,
         file=file,
         folder=options.folders.report_dir(compared.name),
-        next=()
-        if outcome.alarm is not None or files.layouts
-        else _exporting(options, table.name, file),
+        next=_exporting(options, table.name, file) if suggests_export else (),
         rivals=rivals,
     )
     origin = decision.origin(options, compared) | _record(result, table)
     result_tables.CRITICAL_BUDGET.write(result.folder, result.rows, origin, reporter)
     if outcome.layout is not None and file is not None and given is None:
         _write_layout(file, outcome.layout, result_tables.inputs_of(origin), rivals, reporter)
-    return commands.Result(
-        result, show, document, exit_code=decision.EXIT_CODES[result.answer], next=result.next
+    exit_code = decision.EXIT_CODES[result.answer]
+    return commands.Result(result, show, document, exit_code=exit_code, next=result.next)
+
+
+def _search(options: CriticalBudgetOptions, reporter: progress.Reporter) -> _Search:
+    """Make or read the layouts, before any document is looked at."""
+    is_by_file = verdict.is_layout(options.budgets[0])
+    files = Proposal.read(map(Path, options.budgets)) if is_by_file else Proposal({})
+    files.warn_of_windows()
+    probe = options.probe or probe_of(options.folders, files.layouts.values())
+    table = lookup.chosen_table(replace(options, probe=probe), reporter)
+    requirements = _requirements(options, files)
+    layouts, memories = _layouts(options, files, table, requirements)
+    search = _Search(
+        options=options,
+        files=files,
+        table=table,
+        requirements=requirements,
+        layouts=layouts,
+        memories=memories,
     )
+    if search.is_by_costs:
+        return replace(search, table=_with_head_gates(options, table, reporter))
+    return search
+
+
+def _look(
+    search: _Search, reporter: progress.Reporter, deadline: float | None
+) -> tuple[decision.Compared, CriticalBudget, Rivals | None]:
+    """Look at budgets, on documents that the heads were not scored on.
+
+    Returns what was compared, the outcome, and the layouts of several kinds if costs of windows choose them.
+    """
+    options = search.options
+    table = search.table
+    candidates = [
+        contenders.Contender(name, options.model, layout, layout)
+        for name, layout in search.layouts.items()
+    ]
+    files = list(search.files.files.values())
+    if search.is_by_costs:
+        ranked_on = table.selected_on or frozenset()
+        compared = decision.prepare(options, candidates, files, reporter, ranked_on=ranked_on)
+        rivals = _rivals(search, compared.trial, reporter)
+    else:
+        compared = decision.prepare(options, candidates, files, reporter)
+        rivals = None
+    outcome = find_critical_budget(
+        compared.trial,
+        candidates,
+        criteria.parse_risk(options.risk),
+        reporter,
+        memories=search.memories,
+        nll=None if search.memories is None else table.metadata.get("nll"),
+        deadline=deadline,
+        chooser=rivals,
+    )
+    return _with_chosen(compared, outcome), outcome, rivals
 
 
 def check_memory(options: CriticalBudgetOptions) -> None:
@@ -189,14 +223,12 @@ def _with_bytes(
 ) -> pd.DataFrame:
     """Return the rows of an outcome with the bytes of the KV cache at every budget."""
     cost = _cache_cost(requirements, table, outcome.layouts[0])
-    kv_bytes = dict(
-        zip(
-            outcome.budgets,
-            (_kv_bytes(cost, layout, table) for layout in outcome.layouts),
-            strict=True,
-        )
-    )
-    return outcome.rows.assign(kv_bytes=outcome.rows[_column(outcome)].map(kv_bytes))
+    budgets = outcome.rows[_column(outcome)]
+    by_budget = {
+        budget: _kv_bytes(cost, layout, table)
+        for budget, layout in zip(outcome.budgets, outcome.layouts, strict=True)
+    }
+    return outcome.rows.assign(kv_bytes=budgets.map(by_budget))
 
 
 def _exporting(
@@ -236,18 +268,13 @@ def _with_head_gates(
     return table
 
 
-def _rivals(
-    options: CriticalBudgetOptions,
-    trial: Trial,
-    table: head_scores.HeadScores,
-    requirements: Requirements,
-    memories: Sequence[float] | None,
-    reporter: progress.Reporter,
-) -> Rivals | None:
+def _rivals(search: _Search, trial: Trial, reporter: progress.Reporter) -> Rivals | None:
     """Return the layouts of several kinds for each memory; None, with a warning, if there is no text to compare on."""
-    cost = requirements.cache_cost(table, None)
+    options = search.options
+    table = search.table
+    cost = search.requirements.cache_cost(table, None)
     assert cost is not None  # there is a default context
-    assert memories is not None
+    assert search.memories is not None
     if trial.contest is None:
         reporter.caution(
             "too few documents to compare layouts of several kinds: the costs of windows choose alone"
@@ -256,12 +283,12 @@ def _rivals(
     root = options.folders.run_dir(table.name) / "zero-shot"
     model = trial.store.dense
     return Rivals(
-        model,
-        trial.contest,
-        table,
-        cost,
-        memories,
-        requirements.constraints,
+        model=model,
+        text=trial.contest,
+        table=table,
+        cost=cost,
+        percents=search.memories,
+        constraints=search.requirements.constraints,
         cache=lambda part: zero_shot.cache_folder(root, model, options.model, part),
     )
 
@@ -280,47 +307,42 @@ def _layouts(
     if not files.layouts and text.startswith(MEMORY):
         percents = parse_memories(text, cost.full(table.num_heads))
         by_percent = windows.layouts_by_memory(table, cost, percents, requirements.constraints)
-        layouts = [named_by_memory(layout, percent) for percent, layout in by_percent.items()]
-        return {layout.strategy: layout for layout in layouts}, list(by_percent)
+        named = [named_by_memory(layout, percent) for percent, layout in by_percent.items()]
+        return {layout.strategy: layout for layout in named}, list(by_percent)
+    if files.layouts:
+        by_name = files.layouts
+    else:
+        numbers = parse_budgets(text, table.num_candidates)
+        by_name = budget_curve(table, requirements, numbers).layouts
     # One for each number of heads, as constraints may not use a budget up; or, as several windows are not ordered by
     # numbers of heads, one for each memory
-    by_name = (
-        files.layouts
-        or budget_curve(table, requirements, parse_budgets(text, table.num_candidates)).layouts
-    )
-    has_several = any(layout.windows for layout in by_name.values())
+    has_several_windows = any(layout.windows for layout in by_name.values())
     full = cost.full(table.num_heads)
     names: dict[float, str] = {}
     for name, layout in by_name.items():
-        size = (
-            round(100.0 * _kv_bytes(cost, layout, table) / full, 2)
-            if has_several
-            else layout.num_global
-        )
-        names.setdefault(size, name)
-    return {names[size]: by_name[names[size]] for size in sorted(names)}, sorted(
-        names
-    ) if has_several else None
+        budget: float = layout.num_global
+        if has_several_windows:
+            budget = round(100.0 * _kv_bytes(cost, layout, table) / full, 2)
+        names.setdefault(budget, name)
+    budgets = sorted(names)
+    layouts = {names[budget]: by_name[names[budget]] for budget in budgets}
+    return layouts, budgets if has_several_windows else None
 
 
 def _with_chosen(compared: decision.Compared, outcome: CriticalBudget) -> decision.Compared:
     """Return what was compared with the layouts that were chosen when a budget was looked at, for the record."""
-    pairs = zip(compared.candidates, outcome.layouts, strict=True)
-    changed = [
-        candidate
-        if candidate.chosen is layout
-        else replace(candidate, name=layout.strategy, layout=layout, chosen=layout)
-        for candidate, layout in pairs
-    ]
-    others = {
-        each.name: each.chosen
-        for each in changed
-        if each.chosen is not None and each.name not in compared.memory
-    }
-    if not others:
-        return replace(compared, candidates=changed)
-    memory = zero_shot.cache_shares(compared.trial.store.dense, others, compared.context)
-    return replace(compared, candidates=changed, memory={**compared.memory, **memory})
+    candidates = []
+    added: dict[str, Layout] = {}  # layouts whose memory is not known yet
+    for candidate, layout in zip(compared.candidates, outcome.layouts, strict=True):
+        if candidate.chosen is not layout:
+            candidate = replace(candidate, name=layout.strategy, layout=layout, chosen=layout)
+        candidates.append(candidate)
+        if candidate.name not in compared.memory:
+            added[candidate.name] = layout
+    memory = dict(compared.memory)
+    if added:
+        memory |= zero_shot.cache_shares(compared.trial.store.dense, added, compared.context)
+    return replace(compared, candidates=candidates, memory=memory)
 
 
 def _column(outcome: CriticalBudget) -> str:
@@ -332,12 +354,8 @@ def layout_memory(
     options: CriticalBudgetOptions, table: head_scores.HeadScores, layout: Layout
 ) -> Memory:
     """Return the KV cache of a layout, which may have been retrained, beside full attention's."""
-    return _memory(
-        options,
-        _requirements(options, Proposal({})),
-        propose.with_sinks(table, layout.sinks),
-        layout,
-    )
+    table = propose.with_sinks(table, layout.sinks)
+    return _memory(options, _requirements(options, Proposal({})), table, layout)
 
 
 def _cache_cost(
@@ -362,31 +380,46 @@ def _memory(
     cost = _cache_cost(requirements, table, layout)
     full = cost.full(table.num_heads)
     used = _kv_bytes(cost, layout, table)
-    sentence = (
-        f"{units.format_bytes(used)} of keys and values at {cost.context:,} tokens x {cost.batch}; "
-    )
-    sentence += f"{units.format_bytes(full)} with all heads global; {layout.legend_words}"
-    if not layout.windows:
-        sentence = str(requirements.memory(table, layout.num_global, layout.window))
-    # Plan the cache in vLLM
-    requests = None
-    with suppress(errors.UserError):
-        served = replace(requirements, serving=read_serving("vllm")).cache_cost(
-            table, layout.window or None
+    if layout.windows:
+        sentence = (
+            f"{units.format_bytes(used)} of keys and values at {cost.context:,} tokens x {cost.batch}; "
+            f"{units.format_bytes(full)} with all heads global; {layout.legend_words}"
         )
-        if isinstance(served, EngineCost) and (plan := served.layout_plan(layout)) is not None:
-            whole = served.serving.engine.plan(served.cache(layout.num_heads), layout.num_heads)
-            requests = whole.request_bytes / plan.request_bytes
+    else:
+        sentence = str(requirements.memory(table, layout.num_global, layout.window))
     return Memory(
-        full, used, cost.context, positions if positions > length else None, requests, sentence
+        full=full,
+        used=used,
+        context=cost.context,
+        untested=positions if positions > length else None,
+        requests=_requests_ratio(requirements, table, layout),
+        sentence=sentence,
     )
+
+
+def _requests_ratio(
+    requirements: Requirements, table: head_scores.HeadScores, layout: Layout
+) -> float | None:
+    """Return how many times as many requests fit in vLLM's cache; None if it does not serve the layout."""
+    with suppress(errors.UserError):
+        in_vllm = replace(requirements, serving=read_serving("vllm"))
+        cost = in_vllm.cache_cost(table, layout.window or None)
+        if not isinstance(cost, EngineCost):
+            return None
+        plan = cost.layout_plan(layout)
+        if plan is None:
+            return None
+        full = cost.serving.engine.plan(cost.cache(layout.num_heads), layout.num_heads)
+        return full.request_bytes / plan.request_bytes
+    return None
 
 
 def _kv_bytes(cost: CacheCost, layout: Layout, table: head_scores.HeadScores) -> int:
     """Return the bytes of a layout's KV cache."""
     if not layout.windows:
         return replace(cost, window=layout.window).total(layout.num_global, table.num_heads)
-    if isinstance(cost, EngineCost) and (plan := cost.layout_plan(layout)) is not None:
+    plan = cost.layout_plan(layout) if isinstance(cost, EngineCost) else None
+    if plan is not None:
         return plan.memory(cost.batch)
     return cost.of_heads(window for layer in table.layers for window in layout.head_windows[layer])
 
@@ -395,11 +428,10 @@ def _requirements(options: CriticalBudgetOptions, files: Proposal) -> Requiremen
     """Return the granularity of the layouts, and the cache; its sizes default to the model's."""
     size = checkpoint.read_size(options.model)
     dtype = checkpoint.saved_dtype(options.model)
-    layerwise = bool(files.layouts) and all(
-        layout.is_layerwise for layout in files.layouts.values()
-    )
+    layouts = files.layouts.values()
+    is_layerwise = bool(layouts) and all(layout.is_layerwise for layout in layouts)
     return Requirements(
-        constraints.Constraints(granularity="layer" if layerwise else options.granularity),
+        constraints.Constraints(granularity="layer" if is_layerwise else options.granularity),
         context=subject.sequence_length(options),
         batch=options.batch,
         head_dim=size.shape.head_dim,
@@ -410,46 +442,44 @@ def _requirements(options: CriticalBudgetOptions, files: Proposal) -> Requiremen
 
 def _record(result: BudgetResult, table: head_scores.HeadScores) -> dict[str, Any]:
     """Return the record of the table, the budgets and their answers, and the layout of the critical one."""
-    return {
+    layout = result.layout
+    candidates = result.compared.candidates
+    record: dict[str, Any] = {
         "probe": table.name,
         "probe_hash": table.content_hash,
         "budgets": result.budgets,
         "critical_budget": result.passes,
         "largest_failing": result.fails,
-        "heads": None if result.layout is None else result.layout.words.split(),
-        "window": None if result.layout is None else result.layout.window,
+        "heads": None if layout is None else layout.words.split(),
+        "window": None if layout is None else layout.window,
         "sinks": result.layouts[0].sinks,
-        "answers": {
-            result.compared.candidates[look.position].name: look.answer
-            for look in result.critical.looks
-        },
+        "answers": {candidates[look.position].name: look.answer for look in result.critical.looks},
         "unrecorded": result.unrecorded,
-        **({} if result.rivals is None else {"contests": result.rivals.record()}),
-        "by_position": decision.rounded_positions(result),
-        **({} if result.alarm is None else {result_tables.ALARM: result.alarm}),
     }
+    if result.rivals is not None:
+        record["contests"] = result.rivals.record()
+    record["by_position"] = decision.rounded_positions(result)
+    if result.alarm is not None:
+        record[result_tables.ALARM] = result.alarm
+    return record
 
 
 def show(result: BudgetResult) -> None:
     """Print the budgets that were looked at, the critical budget, what it saves, and what the answer rests on."""
     printing.show_alarm(result.alarm)
-    title = (
-        f"{console.escape(result.probe)}: loss against {console.escape(result.compared.against)}"
-    )
-    sizes = ["global heads"] if result.memories is None else ["KV cache %", "global heads"]
-    grid = console.Table(
-        *sizes, "look", "criterion", "loss", "interval", "margin", "samples", "result", title=title
-    )
+    against = result.compared.against
+    title = f"{console.escape(result.probe)}: loss against {console.escape(against)}"
+    columns = ["global heads", "look", *decision.LOSS_COLUMNS, "result"]
+    if result.memories is not None:
+        columns.insert(0, "KV cache %")
+    grid = console.Table(*columns, title=title)
     rows = result.rows.sort_values(_column(result), kind="stable")
-    for row, measured in zip(
-        rows.itertuples(), decision.measured_by(result.compared, result, rows), strict=True
-    ):
-        cells = (
-            [str(row.num_global)]
-            if result.memories is None
-            else [f"{row.memory:g}", str(row.num_global)]
-        )
-        grid.add_row(*cells, str(row.look), *decision.loss_cells(measured), row.result)
+    measurements = decision.measured_by(result.compared, result, rows)
+    for row, measured in zip(rows.itertuples(), measurements, strict=True):
+        cells = [str(row.num_global), str(row.look), *decision.loss_cells(measured), row.result]
+        if result.memories is not None:
+            cells.insert(0, f"{row.memory:g}")
+        grid.add_row(*cells)
     console.out.print(grid)
     for line in _sentences(result):
         console.out.print(line)
@@ -488,62 +518,70 @@ def open_budgets(result: BudgetResult) -> list[float]:
 
 def _sentences(result: BudgetResult) -> list[str]:
     """Return the answer, what it saves, and what it rests on."""
+    compared = result.compared
+    memory = result.memory
+    sentences = [_answer(result)]
+    order = _order(result)
+    if order:
+        sentences.append(order)
+    if memory is not None:
+        saving = f"it needs {console.escape(memory.sentence)}"
+        if memory.untested is not None:
+            saving += f"; its loss was measured at {compared.context:,} tokens, not at {memory.untested:,}"
+        sentences.append(saving)
     number = len(result.budgets)
     looks = len(result.critical.looks)
-    shared = (
-        f" for all {number} budgets together, of which {looks} were looked at" if number > 1 else ""
-    )
-    compared = result.compared
-    selected_by = result.compared.selected.by
+    shared = ""
+    if number > 1:
+        shared = f" for all {number} budgets together, of which {looks} were looked at"
+    selected_by = compared.selected.by
     basis = words.basis(result.risk, shared, compared.num_left_out, selected_by, result.unrecorded)
-    saving = "" if result.memory is None else f"it needs {console.escape(result.memory.sentence)}"
-    if result.memory is not None and result.memory.untested is not None:
-        saving += f"; its loss was measured at {compared.context:,} tokens, not at {result.memory.untested:,}"
-    return [*filter(None, (_answer(result), _order(result), saving)), console.escape(basis)]
+    sentences.append(console.escape(basis))
+    return sentences
 
 
 def _answer(result: BudgetResult) -> str:
     """Return the critical budget with the interval around it."""
-    passes = result.passes
-    fails = result.fails
-    unknown = open_budgets(result)
-    margins, any_margin = (
-        word.join(map(console.escape, result.margins)) for word in (" and ", " or ")
-    )
-    # State the answer
-    if passes is not None:
-        answer = f"[bold]{_named(result, passes, 'pass')}[/bold]: the loss is below {margins}"
+    margins = [console.escape(margin) for margin in result.margins]
+    all_margins = " and ".join(margins)
+    if result.passes is not None:
+        name = _named(result, result.passes, "pass")
+        answer = f"[bold]{name}[/bold]: the loss is below {all_margins}"
     elif result.answer == "fails":
+        name = _named(result, result.budgets[-1], "fail")
         smaller = [budget for budget in result.budgets if budget not in result.answers]
         others = f"; {_listed(smaller)} not looked at, so they may pass" if smaller else ""
-        return f"[bold]{_named(result, result.budgets[-1], 'fail')}[/bold]: the loss is above {any_margin}{others}"
+        return f"[bold]{name}[/bold]: the loss is above {' or '.join(margins)}{others}"
     else:
-        answer = (
-            f"[bold]open[/bold]: no budget of the range is known to keep the loss below {margins}"
-        )
-    # Add what is known of smaller and of undecided budgets
-    parts = [answer]
-    if fails is not None:
-        few = (
-            "% is too little"
-            if result.memories is not None
-            else "is too few"
-            if fails == 1
-            else "are too few"
-        )
-        parts.append(f"{fails:g} {few}")
-    if unknown:
-        unseen = [budget for budget in unknown if budget not in result.answers]
-        note = f" ({_listed(unseen)} not looked at)" if unseen else ""
-        verb = "is" if len(unknown) == 1 else "are"
-        ends = f"{unknown[0]:g}" if len(unknown) == 1 else f"{unknown[0]:g} to {unknown[-1]:g}"
-        parts.append(f"{ends} {verb} open{note}")
-        rows = result.rows[result.rows[_column(result)].isin(unknown)]
-        if len(rows) and (rows["num_samples"] >= rows["criterion"].map(result.num_samples)).all():
-            parts.append("every sample was used: more text may decide")
-    if passes == result.budgets[0]:
+        answer = f"[bold]open[/bold]: no budget of the range is known to keep the loss below {all_margins}"
+    parts = [answer, *_about_smaller(result)]
+    if result.passes == result.budgets[0]:
         parts.append("it is the smallest of the range")
     return "; ".join(parts)
+
+
+def _about_smaller(result: BudgetResult) -> list[str]:
+    """Return what is known of budgets below the critical one: those that fail, and those that are open."""
+    parts = []
+    fails = result.fails
+    if fails is not None and result.memories is not None:
+        parts.append(f"{fails:g} % is too little")
+    elif fails is not None:
+        parts.append(f"{fails:g} {'is' if fails == 1 else 'are'} too few")
+    unknown = open_budgets(result)
+    if not unknown:
+        return parts
+    unseen = [budget for budget in unknown if budget not in result.answers]
+    note = f" ({_listed(unseen)} not looked at)" if unseen else ""
+    if len(unknown) == 1:
+        parts.append(f"{unknown[0]:g} is open{note}")
+    else:
+        parts.append(f"{unknown[0]:g} to {unknown[-1]:g} are open{note}")
+    rows = result.rows[result.rows[_column(result)].isin(unknown)]
+    num_samples = rows["criterion"].map(result.num_samples)
+    if len(rows) and (rows["num_samples"] >= num_samples).all():
+        parts.append("every sample was used: more text may decide")
+    return parts
 
 
 def _named(result: BudgetResult, budget: float, verb: str) -> str:

@@ -9,6 +9,7 @@ import pandas as pd
 from rich.text import Text
 from transformers import PreTrainedModel
 
+from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.measurement import Measurement, loss_text, measurements
 from spkv_nas.artifacts.selection import Selection
 from spkv_nas.base import console, device, progress
@@ -27,6 +28,7 @@ from spkv_nas.stages.subject import Loaded, Subject, load
 
 SEED = 0  # of the random order of samples
 EXIT_CODES = {"passes": 0, "fails": 1, "open": 3}
+LOSS_COLUMNS = ("criterion", "loss", "interval", "margin", "samples")  # of ``loss_cells``
 
 
 @dataclass(frozen=True)
@@ -67,13 +69,16 @@ def prepare(
     subject = Subject.of(options, DENSE, "compare on", reads_text=reads_text(margins))
     model, tokenizer = load(options, options.model, reporter)
     # Read the documents that no candidate was selected on
-    chosen = {each.name: each.chosen for each in candidates if each.chosen is not None}
-    separator, documents = recorded_reading(chosen.values())
+    layouts = {each.name: each.chosen for each in candidates if each.chosen is not None}
+    separator, documents = recorded_reading(layouts.values())
     subject = replace(subject, given_separator=separator, documents=options.documents or documents)
-    text = num_left_out = circumstances = contest = None
+    text = None
+    num_left_out = None
+    circumstances = None
+    contest = None
     selected = Selected()
     if reads_text(margins):
-        selected = find_selected(options.folders, chosen, near=files, with_equal=ranked_on is None)
+        selected = find_selected(options.folders, layouts, near=files, with_equal=ranked_on is None)
         whole, report = _whole(options, subject, (model, tokenizer), reporter)
         contest = None if ranked_on is None else contest_text(whole, ranked_on)
         if contest is not None:
@@ -81,25 +86,51 @@ def prepare(
         num_left_out = selected.count(whole)
         text, circumstances = _text(options, model, whole, report, selected, reporter)
     # Prepare the samples of every criterion
-    store = ScoreStore(
+    store = _store(options, subject, model, reporter)
+    setting = criterion.Setting(
+        dense=model,
+        known_tokenizer=tokenizer,
+        text=text,
+        seed=SEED,
+        identity=checkpoint.checkpoint_hash(options.model),
+        reporter=reporter,
+    )
+    trial = Trial.of(margins, setting, store, circumstances, contest)
+    name = options.name or probe_of(options.folders, layouts.values()) or subject.name
+    positions = checkpoint.read_size(options.model).positions
+    context = sized_model.choose_context(None, positions) if text is None else text.block_size
+    return Compared(
+        name=name,
+        against=options.model,
+        candidates=candidates,
+        trial=trial,
+        selected=selected,
+        num_left_out=num_left_out,
+        context=context,
+        memory=_cache_shares(options, model, layouts, context),
+    )
+
+
+def _cache_shares(
+    options: DecisionOptions, model: PreTrainedModel, layouts: Mapping[str, Layout], context: int
+) -> dict[str, float]:
+    """Return the KV cache of layouts as a share of full attention's, without those for models of another size."""
+    heads = checkpoint.read_size(options.model).heads.heads_per_layer
+    fitting = {name: layout for name, layout in layouts.items() if layout.heads_per_layer == heads}
+    return zero_shot.cache_shares(model, fitting, context)
+
+
+def _store(
+    options: DecisionOptions, subject: Subject, model: PreTrainedModel, reporter: progress.Reporter
+) -> ScoreStore:
+    """Return the store of scores of the dense model and of candidates, in its family's folder."""
+    return ScoreStore(
         model,
         Contender("dense", options.model),
         options.folders.run_dir(subject.family) / "verdict",
-        lambda source: load(options, source, reporter)[0],
-        (str(options.dtype), str(device.measuring_device(options.device))),
+        load=lambda source: load(options, source, reporter)[0],
+        setting=(str(options.dtype), str(device.measuring_device(options.device))),
     )
-    setting = criterion.Setting(
-        model, tokenizer, text, SEED, checkpoint.checkpoint_hash(options.model), reporter
-    )
-    trial = Trial.of(margins, setting, store, circumstances, contest)
-    name = options.name or probe_of(options.folders, chosen.values()) or subject.name
-    # Compute the memory of the layouts
-    size = checkpoint.read_size(options.model)
-    context = sized_model.choose_context(None, size.positions) if text is None else text.block_size
-    heads = size.heads.heads_per_layer
-    fitting = {key: each for key, each in chosen.items() if each.heads_per_layer == heads}
-    memory = zero_shot.cache_shares(model, fitting, context)
-    return Compared(name, options.model, candidates, trial, selected, num_left_out, context, memory)
 
 
 def _whole(
@@ -141,15 +172,16 @@ def _text(
 def origin(options: DecisionOptions, compared: Compared) -> dict[str, Any]:
     """Return what the records of both commands say: the candidates, the risk, the text, and what was left out."""
     dense = checkpoint.model_origin(options.model)
+    data = None
+    if compared.num_left_out is not None:
+        data = options.data or "held-out text of the embedded models"
     return {
         "candidates": {each.name: each.source for each in compared.candidates},
         "risk": criteria.parse_risk(options.risk),
         "margin": options.margin,
         "against": dense.pop("model"),
         **{f"against_{key}": value for key, value in dense.items()},
-        "data": None
-        if compared.num_left_out is None
-        else options.data or "held-out text of the embedded models",
+        "data": data,
         "seed": SEED,
         "nouns": compared.trial.nouns,
         "num_samples": compared.trial.num_samples,
@@ -157,16 +189,23 @@ def origin(options: DecisionOptions, compared: Compared) -> dict[str, Any]:
         "unrecorded": list(compared.selected.unknown),
         "context": compared.context,
         "layouts": {
-            each.name: {
-                "heads": each.chosen.words,
-                "window": each.chosen.window,
-                "sinks": each.chosen.sinks,
-                "trained": each.layout is None,
-                "kv_cache_percent": percent(compared, each.name),
-            }
+            each.name: _layout_record(each, each.chosen, percent(compared, each.name))
             for each in compared.candidates
             if each.chosen is not None
         },
+    }
+
+
+def _layout_record(
+    candidate: Contender, layout: Layout, kv_cache_percent: float | None
+) -> dict[str, Any]:
+    """Return the record of a candidate's layout."""
+    return {
+        "heads": layout.words,
+        "window": layout.window,
+        "sinks": layout.sinks,
+        "trained": candidate.layout is None,
+        "kv_cache_percent": kv_cache_percent,
     }
 
 
@@ -205,10 +244,13 @@ def measured_by(
 def rounded_positions(outcome: Outcome) -> dict[str, list[list[float]]]:
     """Return the NLL by position of every candidate that has any, as the record holds it."""
     return {
-        name: [[*row[:3], *(round(nll, 5) for nll in row[3:])] for row in rows]
-        for name, rows in outcome.by_position.items()
-        if rows
+        name: [_rounded(row) for row in rows] for name, rows in outcome.by_position.items() if rows
     }
+
+
+def _rounded(row: Sequence[float]) -> list[float]:
+    """Return a row with its NLLs, which begin at the fourth column, rounded."""
+    return [*row[:3], *(round(nll, 5) for nll in row[3:])]
 
 
 def loss_cells(measured: Measurement) -> list[str]:

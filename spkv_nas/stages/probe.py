@@ -76,17 +76,13 @@ def probe(
     if the text has too few documents to leave some unseen; ``tell_unseen`` is called with the tokens of these.
     """
     checks.check(options)
-    # Load the model and the text
     signal = chosen_signal(options)
     options = replace(options, signal=signal.name)
+    # Load the model and the text
     subject = _subject(options, reporter)
-    scores = signal.computes_logits
-    tokens = SCORING_TOKENS if signal.computes_logits else None
-    measured = subject.load(reporter, with_logits=scores, tokens=tokens, learns=signal.needs_gates)
-    if signal.name == signals.WINDOW_COSTS.name and options.max_tokens is None:
-        measured = _half(measured, options, reporter, is_needed=is_step)
-        if tell_unseen is not None:
-            tell_unseen(measured.whole.tokens.size - measured.blocks.tokens.size)
+    measured = _load(
+        subject, signal, options, reporter, needs_unseen=is_step, tell_unseen=tell_unseen
+    )
     origin = _origin(subject, measured, options, reporter)
     run_options = _run_options(signal, subject, measured, options)
     _expect(signal, measured, options, reporter)
@@ -97,18 +93,15 @@ def probe(
         subject = _learned_name(subject, options)
         learned = _learn(subject, measured, options, reporter)
         sinks = learned.get("sinks", 0)  # those that the gates keep
-    elif signal.needs_gates and (
-        unused := [name for name in _LEARNING if getattr(options, name) is not None]
-    ):
-        raise UserError(
-            f"--{unused[0]} has no effect, because {subject.source} has gates already: remove it"
-        )
+    elif signal.needs_gates:
+        _refuse_learning_options(options, subject.source)
     # Measure the signal, under a name that no table of other inputs has
     inputs = on_main(lambda: _inputs(subject, measured, options))
     name = on_main(lambda: _free_name(options.folders, subject.name, inputs, reporter))
     folder = options.folders.probe_dir(name)
     if is_step and probe_records(options.folders).get(name, {}).get("environment") == environment():
         return _reused(folder, reporter)
+    metadata = {**origin, **learned, **_record(options, inputs)}
     with reporter.bar(_PROBING, _unit(signal)) as bar:
         table = measure.measure_signal(
             signal,
@@ -117,25 +110,54 @@ def probe(
             window=options.window,
             sinks=sinks,
             name=name,
-            metadata={
-                **origin,
-                **learned,
-                OPTIONS: recorded(options),
-                "environment": environment(),
-                "inputs": inputs,
-            },
+            metadata=metadata,
             progress=bar,
             **run_options,
         )
     if measured.train is not None:
         table = replace(table, selected_on=measured.blocks.text_ids | measured.train.text_ids)
-    # Write the table, then measure gains
     on_main(lambda: table.write(folder))
-    return (
-        _with_gains(table, measured, options, folder, reporter)
-        if _GAINS in signal.options()
-        else table
+    if _GAINS not in signal.options():
+        return table
+    return _with_gains(table, measured, options, folder, reporter)
+
+
+def _load(
+    subject: Subject,
+    signal: Signal,
+    options: ProbeOptions,
+    reporter: Reporter,
+    *,
+    needs_unseen: bool,
+    tell_unseen: Callable[[int], None] | None,
+) -> Measured:
+    """Load the model and the text, half of which costs of windows leave unseen."""
+    measured = subject.load(
+        reporter,
+        with_logits=signal.computes_logits,
+        tokens=SCORING_TOKENS if signal.computes_logits else None,
+        learns=signal.needs_gates,
     )
+    if signal.name != signals.WINDOW_COSTS.name or options.max_tokens is not None:
+        return measured
+    measured = _half(measured, options, reporter, is_needed=needs_unseen)
+    if tell_unseen is not None:
+        tell_unseen(measured.whole.tokens.size - measured.blocks.tokens.size)
+    return measured
+
+
+def _refuse_learning_options(options: ProbeOptions, source: str) -> None:
+    """Raise ``UserError`` if an option of learning gates is given for a model that has gates."""
+    for name in _LEARNING:
+        if getattr(options, name) is not None:
+            raise UserError(
+                f"--{name} has no effect, because {source} has gates already: remove it"
+            )
+
+
+def _record(options: ProbeOptions, inputs: str) -> dict[str, Any]:
+    """Return the record of the options, the versions of libraries, and the hash of the inputs."""
+    return {OPTIONS: recorded(options), "environment": environment(), "inputs": inputs}
 
 
 def _reused(folder: Path, reporter: Reporter) -> HeadScores:

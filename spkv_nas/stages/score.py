@@ -3,13 +3,13 @@
 import time
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
 from spkv_nas.artifacts import defaults, result_tables
-from spkv_nas.artifacts.proposal import is_equal_memory
+from spkv_nas.artifacts.head_scores import HeadScores
+from spkv_nas.artifacts.proposal import Proposal, is_equal_memory
 from spkv_nas.base import console, distributed, errors, units
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.evaluation import alarms, nll, separators
@@ -27,22 +27,11 @@ def run(options: ScoreOptions, reporter: Reporter = SILENT) -> commands.Result:
     # Read table and layouts
     workspace = options.folders
     table = None if options.probe is None else lookup.find_table(workspace, options.probe)
-    subject = Subject.of(options, DENSE, "score on")
-    if (
-        table is not None
-        and (report := separators.SeparatorReport.parse(table.metadata.get("separator")))
-        is not None
-    ):
-        subject = replace(
-            subject, given_separator=report.best, documents=options.documents or report.documents
-        )
+    subject = _subject(options, table)
     family = subject.family if table is None else table.name
     name = options.name or (subject.name if table is None else table.name)
     proposal = lookup.find_proposal(workspace, options.name or family, options.layouts)
-    covered = {}
-    if table is not None:
-        table_at_tau = proposal.table(table)
-        covered = {key: coverage(table_at_tau, layout) for key, layout in proposal.layouts.items()}
+    covered = _coverages(proposal, table)
     # Score full attention and every layout
     measured = subject.load(reporter, tokens=defaults.SCORE_TOKENS)
     memory = cache_shares(measured.model, proposal.layouts, measured.blocks.block_size)
@@ -52,15 +41,16 @@ def run(options: ScoreOptions, reporter: Reporter = SILENT) -> commands.Result:
     cache = distributed.on_main(
         lambda: cache_folder(root, measured.model, subject.source, measured.blocks)
     )
-    scoring: dict[str, Any] = {
-        "cache": cache,
-        "reporter": reporter,
-        "batch_size": measured.batch_size,
-    }
-    layouts = [None, *proposal.layouts.values()]
-    full_attention, *scores = zero_shot(measured.model, layouts, measured.blocks, **scoring)
-    # Write the table
+    full_attention, *scores = zero_shot(
+        measured.model,
+        [None, *proposal.layouts.values()],
+        measured.blocks,
+        batch_size=measured.batch_size,
+        cache=cache,
+        reporter=reporter,
+    )
     by_name = dict(zip(proposal.layouts, scores, strict=True))
+    # Write the table
     circumstances = alarms.Circumstances.of(
         measured.model, measured.blocks, full_attention, measured.separator
     )
@@ -69,42 +59,82 @@ def run(options: ScoreOptions, reporter: Reporter = SILENT) -> commands.Result:
     selected = find_selected(
         workspace, proposal.layouts, near=proposal.files.values(), with_scores=False
     )
-    num_selection = selected.count(measured.blocks)
-    selected_by = selected.among(measured.blocks)
-    sinks = {"sinks": proposal.sinks} if proposal.sinks else {}
-    origin = measured_on(
-        subject,
-        measured,
-        full_attention,
-        probe=None if table is None else table.name,
-        windows=proposal.windows,
-        **sinks,
-        selected_by=list(selected_by),
-        num_selection=num_selection,
+    result = NLLTable(
+        name=name,
+        rows=rows,
+        folder=workspace.report_dir(name),
+        num_documents=full_attention.num_documents,
+        effective_documents=full_attention.effective_documents,
+        selected_by=selected.among(measured.blocks),
+        num_selection=selected.count(measured.blocks),
         alarm=found_alarm,
-        inputs=cache.name[:8],
     )
-    folder = workspace.report_dir(name)
-    distributed.on_main(lambda: _write(folder, rows, origin, measured, reporter))
-    counts = (full_attention.num_documents, full_attention.effective_documents)
-    result = NLLTable(name, rows, folder, *counts, selected_by, num_selection, found_alarm)
+    origin = {
+        **measured_on(subject, measured, full_attention),
+        "probe": None if table is None else table.name,
+        **_layout_facts(proposal),
+        "selected_by": list(result.selected_by),
+        "num_selection": result.num_selection,
+        "alarm": found_alarm,
+        "inputs": cache.name[:8],
+    }
+    distributed.on_main(lambda: _write(result, origin, measured, reporter))
     return commands.Result(result, show, next=next_steps.after_score(options, result))
 
 
+def _subject(options: ScoreOptions, table: HeadScores | None) -> Subject:
+    """Return the subject to score layouts on, which reads documents as the probe of its table did."""
+    subject = Subject.of(options, DENSE, "score on")
+    if table is None:
+        return subject
+    report = separators.SeparatorReport.parse(table.metadata.get("separator"))
+    if report is None:
+        return subject
+    documents = options.documents or report.documents
+    return replace(subject, given_separator=report.best, documents=documents)
+
+
+def _coverages(proposal: Proposal, table: HeadScores | None) -> dict[str, float]:
+    """Return the coverage of every layout, by name, at the threshold of the proposal; empty without a table."""
+    if table is None:
+        return {}
+    table_at_tau = proposal.table(table)
+    return {name: coverage(table_at_tau, layout) for name, layout in proposal.layouts.items()}
+
+
+def _layout_facts(proposal: Proposal) -> dict[str, dict[str, int]]:
+    """Return the windows of layouts, and their sink tokens if any has some, for the record."""
+    if not proposal.sinks:
+        return {"windows": proposal.windows}
+    return {"windows": proposal.windows, "sinks": proposal.sinks}
+
+
 def _write(
-    folder: Path, rows: pd.DataFrame, origin: dict[str, Any], measured: Measured, reporter: Reporter
+    result: NLLTable, origin: dict[str, Any], measured: Measured, reporter: Reporter
 ) -> None:
     """Write the table, with the layouts that were scored earlier on the same text, and the documents of the text."""
+    rows = result.rows
     earlier = None
     with suppress(errors.UserError):  # a damaged table is kept beside the new one
-        earlier = result_tables.SCORES.read(folder)
-    if earlier is not None and earlier[1].get("inputs") == origin["inputs"]:
-        others = earlier[0][~earlier[0]["hash"].isin(rows["hash"])]
-        for distinction in ("num_global", "hash"):  # of equal names, as in "densest-12"
-            same = others["strategy"].isin(rows["strategy"]) | others["strategy"].duplicated()
-            others.loc[same, "strategy"] += "-" + others[distinction].astype(str)
-        rows = pd.concat([rows.head(1), pd.concat([rows[1:], others]).sort_values("nll")])
-    result_tables.SCORES.write(folder, rows, origin, reporter, measured.blocks.text_ids)
+        earlier = result_tables.SCORES.read(result.folder)
+    if earlier is not None:
+        earlier_rows, earlier_origin = earlier
+        if earlier_origin.get("inputs") == origin["inputs"]:
+            rows = _with_earlier(rows, earlier_rows)
+    result_tables.SCORES.write(result.folder, rows, origin, reporter, measured.blocks.text_ids)
+
+
+def _with_earlier(rows: pd.DataFrame, earlier: pd.DataFrame) -> pd.DataFrame:
+    """Return rows with the earlier ones of other layouts, below full attention by ascending NLL."""
+    is_other = ~earlier["hash"].isin(rows["hash"])
+    others = earlier[is_other]
+    # Tell other layouts of equal names apart, as in "densest-12"
+    for distinction in ("num_global", "hash"):
+        has_taken_name = others["strategy"].isin(rows["strategy"]) | others["strategy"].duplicated()
+        others.loc[has_taken_name, "strategy"] += "-" + others[distinction].astype(str)
+    full_attention = rows.head(1)
+    layouts = pd.concat([rows[1:], others]).sort_values("nll")
+    return pd.concat([full_attention, layouts])
 
 
 def _announce_size(measured: Measured, num_layouts: int, reporter: Reporter) -> None:

@@ -177,13 +177,63 @@ class Subject:
             learns: whether a model without gates will learn them, so that its text is split by document.
         """
         from spkv_nas.evaluation.alarms import packing_warning
-        from spkv_nas.model import checkpoint, config_section, model_shape
+        from spkv_nas.model import config_section, model_shape
 
         # Load the model
         options = self.options
-        recipe = self.recipe
         length = self.length
-        limit = options.max_tokens
+        model, tokenizer, saved_dtype = self._load_model(reporter)
+        check_positions(model, length, "--context")
+        if with_logits:
+            require_logits(model, 1, length)  # before the text is tokenised, which may take long
+        # Read the text
+        if options.data and options.block_size is None:
+            reporter.announce(self._about_length())
+        separator = self.separator(model, tokenizer, reporter)
+        learns = learns and config_section.gate_config(model) is None
+        train, whole = self.read(tokenizer, separator, reporter, learns=learns)
+        # Choose the blocks to measure on
+        blocks = self._part_to_measure(whole, tokens)
+        for part in (blocks, train):
+            if part is not None:
+                model_shape.check_tokens(model, part.largest_token)
+        # Fit the micro-batch to memory
+        batch_size = fitting_batch(model, blocks, reporter)
+        if with_logits:
+            require_logits(model, batch_size, length)
+        reporter.caution(packing_warning(separator, blocks))
+        if options.data:
+            tell_own_context(blocks, reporter)
+        count = f"{blocks.num_blocks} blocks of {length} tokens"
+        device = measuring_device(options.device)
+        reporter.detail(f"{type(model).__name__}, {model.dtype}, on {device}; {count}")
+        return Measured(
+            model=model,
+            tokenizer=tokenizer,
+            blocks=blocks,
+            whole=whole,
+            text=options.data or self.recipe.data.model_dump(mode="json"),
+            saved_dtype=saved_dtype,
+            separator=separator,
+            train=train,
+            batch_size=batch_size,
+        )
+
+    def _part_to_measure(self, whole: TokenBlocks, tokens: int | None) -> TokenBlocks:
+        """Return ``max_tokens`` of the text, else ``tokens``, spread over it; all of it without either."""
+        if self.options.max_tokens is not None:
+            return whole.spread(self.options.max_tokens // self.length)
+        if tokens is not None:
+            return whole.spread(max(1, tokens // self.length))
+        return whole
+
+    def _load_model(
+        self, reporter: Reporter
+    ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, str]:
+        """Load the model, and return it with its tokenizer and the dtype of its checkpoint."""
+        from spkv_nas.model import checkpoint
+
+        options = self.options
         reporter.announce(f"loading {self.source}")
         device = measuring_device(options.device)
         connect(device)
@@ -197,35 +247,7 @@ class Subject:
             reporter.announce(
                 f"computing in {compute_name}: this device only emulates {saved_name}"
             )
-        check_positions(model, length, "--context")
-        if with_logits:
-            require_logits(model, 1, length)  # before the text is tokenised, which may take long
-        # Read the text
-        if options.data and options.block_size is None:
-            reporter.announce(self._about_length())
-        separator = self.separator(model, tokenizer, reporter)
-        learns = learns and config_section.gate_config(model) is None
-        train, whole = self.read(tokenizer, separator, reporter, learns=learns)
-        text: Any = options.data or recipe.data.model_dump(mode="json")
-        # Choose the blocks to measure on
-        blocks = whole if limit is None else whole.spread(limit // length)
-        if limit is None and tokens is not None:
-            blocks = whole.spread(max(1, tokens // length))
-        for part in (blocks, train):
-            if part is not None:
-                model_shape.check_tokens(model, part.largest_token)
-        # Fit the micro-batch to memory
-        batch_size = fitting_batch(model, blocks, reporter)
-        if with_logits:
-            require_logits(model, batch_size, length)
-        reporter.caution(packing_warning(separator, blocks))
-        if options.data:
-            tell_own_context(blocks, reporter)
-        count = f"{blocks.num_blocks} blocks of {length} tokens"
-        reporter.detail(f"{type(model).__name__}, {model.dtype}, on {device}; {count}")
-        return Measured(
-            model, tokenizer, blocks, whole, text, saved_name, separator, train, batch_size
-        )
+        return model, tokenizer, saved_name
 
     def separator(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, reporter: Reporter

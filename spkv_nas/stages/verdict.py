@@ -40,7 +40,8 @@ def run(options: VerdictOptions, reporter: progress.Reporter = progress.SILENT) 
     # Write the table
     record = {"answers": dict(outcome.answers), **decision.origin(options, compared)}
     record["by_position"] = decision.rounded_positions(outcome)
-    record |= {} if outcome.alarm is None else {ALARM: outcome.alarm}
+    if outcome.alarm is not None:
+        record[ALARM] = outcome.alarm
     folder = options.folders.report_dir(compared.name)
     VERDICT.write(folder, outcome.rows, record, reporter)
     result = VerdictResult(**vars(outcome), compared=compared, folder=folder)
@@ -82,20 +83,21 @@ def show(result: VerdictResult) -> None:
     """Print the table, the verdict on each candidate, and what it rests on."""
     printing.show_alarm(result.alarm)
     # Tabulate the criteria of each candidate
-    columns = ("criterion", "loss", "interval", "margin", "samples", "result")
-    title = f"{console.escape(result.compared.name)}: loss against {console.escape(result.compared.against)}"
-    grid = console.Table("candidate", "global heads", "KV cache %", *columns, title=title)
-    layouts = {each.name: each.chosen for each in result.compared.candidates}
-    for measured in decision.measured_by(result.compared, result):
+    compared = result.compared
+    title = f"{console.escape(compared.name)}: loss against {console.escape(compared.against)}"
+    columns = ("candidate", "global heads", "KV cache %", *decision.LOSS_COLUMNS, "result")
+    grid = console.Table(*columns, title=title)
+    layouts = {each.name: each.chosen for each in compared.candidates}
+    for measured in decision.measured_by(compared, result):
         layout = layouts[measured.candidate]
         heads = "-" if layout is None else f"{layout.num_global} of {layout.num_heads}"
         if layout is not None and layout.windows:
             heads += f", {layout.reach}"
-        memory = decision.percent(result.compared, measured.candidate)
-        sizes = (heads, "-" if memory is None else f"{memory:.1f}")
+        memory = decision.percent(compared, measured.candidate)
         grid.add_row(
             console.escape(measured.candidate),
-            *sizes,
+            heads,
+            "-" if memory is None else f"{memory:.1f}",
             *decision.loss_cells(measured),
             measured.answer,
         )
@@ -125,9 +127,8 @@ def _sentences(result: VerdictResult) -> list[str]:
     sentences = []
     measured = decision.measured_by(compared, result)
     for name, answer in result.answers.items():
-        verb, reason = words.conclusion(
-            [each for each in measured if each.candidate == name], answer
-        )
+        measurements = [each for each in measured if each.candidate == name]
+        verb, reason = words.conclusion(measurements, answer)
         sentences.append(f"[bold]{console.escape(name)} {verb}[/bold]: {console.escape(reason)}")
     shared = words.shared_by(len(result.answers))
     basis = words.basis(result.risk, shared, compared.num_left_out, selected.by, selected.unknown)
