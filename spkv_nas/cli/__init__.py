@@ -23,7 +23,10 @@ def main(arguments: list[str] | None = None) -> None:
         _run(None)
         end.code = 0
     except SystemExit as stop:
-        end.code = stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 1
+        if isinstance(stop.code, int):
+            end.code = stop.code
+        else:
+            end.code = 0 if stop.code is None else 1
         raise
 
 

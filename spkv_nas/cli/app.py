@@ -48,24 +48,21 @@ from spkv_nas.stages.options.layout import ConvertOptions, DiffOptions, ShowLayo
 from spkv_nas.stages.schema import schema
 from spkv_nas.stages.serve_check import serve_check
 
-_TAKE_SEVERAL = (
-    "--data",
-    "--data-sets",
-    "--haystack",
-    "--qa",
-    "--include",
-)  # files, as a shell expands *.txt
+# Options that take several files, as a shell expands *.txt
+_TAKE_SEVERAL = ("--data", "--data-sets", "--haystack", "--qa", "--include")
 _ARGUMENTS = (".yaml", ".yml")  # recipes and layouts: always arguments of the command
 DISTRIBUTED = ("train", "train-hybrid", "probe", "evaluate", "score")
 # Names itself in a RuntimeError that has no class of its own
 _CPU_ALLOCATOR = "DefaultCPUAllocator"
 OTHERS_WAIT = 5.0  # seconds before other ranks report an error: rank 0 prints shared ones, then torchrun ends them
-
-
-NLL = Command(
-    "nll", runner(NLLOptions), distributed=True
-)  # evaluation of a plain ``spkv-nas evaluate``
+# Evaluation of a plain ``spkv-nas evaluate``
+NLL = Command("nll", runner(NLLOptions), distributed=True)
 EVALUATIONS = registry.Registry("spkv_nas.evaluations", "evaluation", Command, (NLL,))
+LAYOUT_COMMANDS = (
+    runner(ShowLayoutsOptions, "show"),
+    runner(DiffOptions, "diff"),
+    runner(ConvertOptions, "convert"),
+)
 
 
 class EvaluationGroup(TyperGroup):
@@ -74,52 +71,57 @@ class EvaluationGroup(TyperGroup):
     Contexts and commands are those of click, of which some versions of typer have a copy: their types are not named.
     """
 
-    def list_commands(self, _context: Any) -> list[str]:
+    def list_commands(self, _context: object) -> list[str]:
         """Return the names of all evaluations."""
         return list(EVALUATIONS.names)
 
-    def get_command(self, _context: Any, name: str) -> Any:
+    def get_command(self, _context: object, name: str) -> Any:
         """Return the command of an evaluation; None if there is none of that name."""
         return built(EVALUATIONS[name]) if name in EVALUATIONS.names else None
 
     def parse_args(self, context: Any, arguments: list[str]) -> list[str]:
         """Put the default evaluation before options that follow ``evaluate``."""
-        is_help = arguments[:1] and arguments[0] in context.help_option_names
-        is_completed = not arguments and context.resilient_parsing
-        if not (is_help or is_completed) and (not arguments or arguments[0].startswith("-")):
+        if not arguments:
+            is_missing = not context.resilient_parsing  # else a shell completes evaluations
+        else:
+            is_option = arguments[0].startswith("-")
+            is_missing = is_option and arguments[0] not in context.help_option_names
+        if is_missing:
             arguments = [NLL.name, *arguments]
         return super().parse_args(context, arguments)
 
     def shell_complete(self, context: Any, incomplete: str) -> list[Any]:
         """Complete evaluations, and the options of the default one."""
         items = super().shell_complete(context, incomplete)
-        return (
-            items + built(NLL).shell_complete(context, incomplete)
-            if incomplete.startswith("-")
-            else items
-        )
+        if incomplete.startswith("-"):
+            items = items + built(NLL).shell_complete(context, incomplete)
+        return items
 
 
 class TwoWordGroup(TyperGroup):
     """Group of commands, some with names of two words ("plan attention"); added ones are imported when needed."""
 
-    def list_commands(self, context: Any) -> list[str]:
+    def list_commands(self, context: object) -> list[str]:
         """Return the names of all commands in the order of the workflow, which ``--help`` shows."""
         return [*COMMANDS, *ADDED_COMMANDS.names, *COMMAND_GROUPS.names]
 
     def get_command(self, context: Any, name: str) -> Any:
         """Return a command, or a group of commands; None if there is none of that name."""
-        added = next(
-            (entries for entries in (ADDED_COMMANDS, COMMAND_GROUPS) if name in entries.names), None
-        )
-        return super().get_command(context, name) or (None if added is None else built(added[name]))
+        command = super().get_command(context, name)
+        if command:
+            return command
+        if name in ADDED_COMMANDS.names:
+            return built(ADDED_COMMANDS[name])
+        if name in COMMAND_GROUPS.names:
+            return built(COMMAND_GROUPS[name])
+        return None
 
     def resolve_command(self, context: Any, arguments: list[str]) -> Any:
         """Take the first two words for a command's name if there is such a command, else the first one."""
         name = " ".join(arguments[:2])
-        return super().resolve_command(
-            context, [name, *arguments[2:]] if name in self.commands else arguments
-        )
+        if name in self.commands:
+            arguments = [name, *arguments[2:]]
+        return super().resolve_command(context, arguments)
 
 
 @cache
@@ -149,18 +151,12 @@ app = typer.Typer(
     "spkv-nas ...). spkv-nas probe without arguments measures the embedded reference model (21 layers x 3 KV heads).",
 )
 evaluate = typer.Typer(name="evaluate", cls=EvaluationGroup)
-LAYOUT_COMMANDS = (
-    runner(ShowLayoutsOptions, "show"),
-    runner(DiffOptions, "diff"),
-    runner(ConvertOptions, "convert"),
-)
 layout = typer.Typer(help="Show, compare and convert layout files.", no_args_is_help=True)
 for _function in LAYOUT_COMMANDS:
     options.add_command(layout, _function)
 
-COMMANDS: dict[
-    str, Callable[[Any, Reporter], Results | None] | typer.Typer
-] = {  # and groups, in the order of --help
+# Commands and groups of commands, in the order of --help
+COMMANDS: dict[str, Callable[[Any, Reporter], Results | None] | typer.Typer] = {
     "auto": workflows.auto,
     "init": runner(InitOptions),
     "probe": runner(probe.ProbeOptions),
@@ -235,7 +231,8 @@ def main(arguments: list[str] | None = None) -> None:
     (training saves a checkpoint first), 141 if the reader of the output ended, such as ``head``; ``verdict`` and
     ``critical-budget`` return their answer.
     """
-    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments is None:
+        arguments = sys.argv[1:]
     console.escape_unencodable()
     try:
         # Run the command, and exit with its code
@@ -249,9 +246,8 @@ def main(arguments: list[str] | None = None) -> None:
             raise
         # On other ranks, let rank 0 report an error first
         if process_index():
-            if not is_lost_process(
-                error
-            ):  # if it is, rank 0 itself may be gone, and this rank must report at once
+            # After a lost process, rank 0 itself may be gone, and this rank must report at once
+            if not is_lost_process(error):
                 time.sleep(OTHERS_WAIT)
             console.err.quiet = False
         # Print the message, and exit with the error's code
@@ -274,50 +270,55 @@ def _unless_closed() -> AbstractContextManager[None]:
 
 def explained(error: Exception) -> tuple[str, int]:
     """Return the message for an error, "" if the help was printed instead, and the exit code: 1 for a bug, else 2."""
-    # Errors that the user can fix
-    if isinstance(error, errors.UserError):
-        return str(error), 2
-    if (
-        isinstance(error, ModuleNotFoundError)
-        and (missing := extras.missing_extra(error)) is not None
-    ):
-        return str(missing), 2
-    if hasattr(error, "format_message"):  # a usage error raised by typer or click
-        command_path = getattr(getattr(error, "ctx", None), "command_path", "spkv-nas")
-        message = error.format_message()
-        # Empty where no command was named: typer has printed the help already
-        return message and f"{message}\nsee '{command_path} --help'{registry.reinstall_hint()}", 2
-    if is_lost_process(error):
-        return "another process of this run has exited\nrun the same command again to resume", 2
-    # Errors of the machine: memory, disk
-    message = errors.shortened(
-        errors.printable(errors.shortened(errors.first_line(error), 2000)), 300
-    )
+    for_user = _for_user(error)
+    if for_user is not None:
+        return for_user, 2
+    # Limits of the machine
+    message = errors.shortened(errors.first_line(error), 2000)
+    message = errors.shortened(errors.printable(message), 300)
     if _is_out_of_memory(error):
         return f"out of memory: {message}\nuse a smaller batch, block, text or model", 2
     if isinstance(error, OSError):
-        path_note = (
-            f" ({error.filename})"
-            if isinstance(error.filename, str) and error.filename not in message
-            else ""
-        )
-        return str(
-            errors.UserError(
-                f"{message}{path_note}\ncheck free space and permissions, or use another path"
-            )
-        ), 2
+        return _about_system(error, message), 2
     if sys.flags.optimize > 1:
-        return (
-            f"{message}\ntransformers needs docstrings: run Python without -OO (PYTHONOPTIMIZE=2)",
-            2,
-        )
+        hint = "transformers needs docstrings: run Python without -OO (PYTHONOPTIMIZE=2)"
+        return f"{message}\n{hint}", 2
     # Bugs
-    message = "" if message == type(error).__name__ else f": {message}"
+    name = type(error).__name__
+    bug = name if message == name else f"{name}: {message}"
     return (
-        f"{type(error).__name__}{message}\nthis is a bug in spkv-nas, unless the machine ran out of disk or memory; "
+        f"{bug}\nthis is a bug in spkv-nas, unless the machine ran out of disk or memory; "
         "put --debug before the command for a traceback",
         1,
     )
+
+
+def _for_user(error: Exception) -> str | None:
+    """Return the message of an error that says what the user should change, or repeat; None for others."""
+    if isinstance(error, errors.UserError):
+        return str(error)
+    if isinstance(error, ModuleNotFoundError):
+        missing = extras.missing_extra(error)
+        if missing is not None:
+            return str(missing)
+    if hasattr(error, "format_message"):  # a usage error raised by typer or click
+        message: str = error.format_message()
+        if not message:  # no command was named: typer has printed the help already
+            return message
+        command_path = getattr(getattr(error, "ctx", None), "command_path", "spkv-nas")
+        return f"{message}\nsee '{command_path} --help'{registry.reinstall_hint()}"
+    if is_lost_process(error):
+        return "another process of this run has exited\nrun the same command again to resume"
+    return None
+
+
+def _about_system(error: OSError, message: str) -> str:
+    """Return the message for an error of the system, such as a full disk, with the path if it has one."""
+    path_note = ""
+    if isinstance(error.filename, str) and error.filename not in message:
+        path_note = f" ({error.filename})"
+    advice = "check free space and permissions, or use another path"
+    return str(errors.UserError(f"{message}{path_note}\n{advice}"))
 
 
 def _is_out_of_memory(error: Exception) -> bool:
@@ -341,12 +342,12 @@ def name_each(arguments: Sequence[str]) -> list[str]:
     for number, word in enumerate(arguments):
         if word == "--":  # only arguments follow
             return [*expanded, *arguments[number:]]
-        # Options end the list of files, unless one still lacks its value
-        if word.startswith("-") and not (option and not has_value):
+        if option and not has_value:
+            has_value = True
+        # Options end the list of files
+        elif word.startswith("-"):
             option = word if word in _TAKE_SEVERAL else ""
             has_value = False
-        elif option and not has_value:
-            has_value = True
         elif option and not word.lower().endswith(_ARGUMENTS):
             expanded.append(option)
         else:

@@ -9,7 +9,7 @@ import inspect
 import json
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import MISSING, Field, fields, replace
 from functools import partial
@@ -45,13 +45,14 @@ Quiet = Annotated[bool, _shared("--quiet", "-q", help="Print only results, warni
 Verbose = Annotated[bool, _shared("--verbose", "-v", help="Also show details and library logs.")]
 Debug = Annotated[bool, _shared("--debug", help="Show the traceback of an error.")]
 Json = Annotated[bool, _shared("--json", help="Print the result as one JSON document.")]
+# ``app.main`` reads debug
 _SHARED = {
     "workspace": Root,
     "device": Device,
     "quiet": Quiet,
     "verbose": Verbose,
     "debug": Debug,
-}  # main reads debug
+}
 
 
 def add_command(
@@ -146,57 +147,59 @@ def _shared_parameters(options_class: type, *, has_result: bool) -> list[inspect
 def _parameters(options_class: type) -> list[inspect.Parameter]:
     """Return a command's parameters: arguments first, then options, in the order of the fields."""
     hints = get_type_hints(options_class, include_extras=True)
-    declared = [
-        (field, hints[field.name].__origin__, hints[field.name].__metadata__[0])
-        for field in fields(options_class)
-        if field.name not in _SHARED
-    ]
-    panels = Counter(flag.panel for _, _, flag in declared)
-    declared.sort(
-        key=lambda row: (not row[2].argument, row[0].name == _LAST, row[0].default is not MISSING)
-    )
-    return [
-        _parameter(*row, panel=row[2].panel if panels[row[2].panel] > _FEW else None)
-        for row in declared
-    ]
+    declared = [field for field in fields(options_class) if field.name not in _SHARED]
+    flags: dict[str, Flag] = {field.name: hints[field.name].__metadata__[0] for field in declared}
+    declared.sort(key=lambda field: _order(field, flags[field.name]))
+    sizes = Counter(flags[field.name].panel for field in declared)
+    parameters = []
+    for field in declared:
+        flag = flags[field.name]
+        panel = flag.panel if sizes[flag.panel] > _FEW else None
+        parameters.append(_parameter(field, hints[field.name].__origin__, flag, panel))
+    return parameters
 
 
-def _bounds(flag: Flag) -> dict[str, Any]:
-    """Return typer's settings for a flag's bounds. Bounds beyond ``_LARGE`` are checked, but not shown in the help."""
-    shown = {
-        name: bound if bound is None or abs(bound) <= _LARGE else None
-        for name, bound in (("min", flag.low), ("max", flag.high))
-    }
+def _order(field: Field[Any], flag: Flag) -> tuple[bool, bool, bool]:
+    """Return the key that sorts arguments before options, required before others, and ``_LAST`` to the end."""
+    return (not flag.argument, field.name == _LAST, field.default is not MISSING)
+
+
+def _shown_bound(bound: float | None) -> float | None:
+    """Return a bound to show in the help; None beyond ``_LARGE``."""
+    return None if bound is None or abs(bound) > _LARGE else bound
+
+
+def _check_bounds(flag: Flag) -> Callable[[float | None], float | None] | None:
+    """Return typer's callback that checks bounds which are not shown; None if typer checks all that there are."""
+    if _shown_bound(flag.low) == flag.low and _shown_bound(flag.high) == flag.high:
+        return None
     low = -math.inf if flag.low is None else flag.low
     high = math.inf if flag.high is None else flag.high
 
-    def check_bounds(value: float | None) -> float | None:
+    def check(value: float | None) -> float | None:
         if value is not None and not low <= value <= high:
             raise typer.BadParameter(f"{value} is not between {low:,} and {high:,}")
         return value
 
-    return (
-        shown
-        if shown == {"min": flag.low, "max": flag.high}
-        else {**shown, "callback": check_bounds}
-    )
+    return check
 
 
 def _parameter(field: Field[Any], kind: Any, flag: Flag, panel: str | None) -> inspect.Parameter:
     """Return the parameter of one field, with the help, limits and completion of its flag, in a panel of the help."""
     shown_default = field.metadata.get(SHOWN)
-    settings: dict[str, Any] = {
-        "help": f"{flag.help} {field.metadata.get(NOTE, '')}".rstrip(),
-        "metavar": flag.metavar,
-        **_bounds(flag),
-        "rich_help_panel": panel,
-        "show_default": True if shown_default is None else shown_default,
-        "autocompletion": completion(flag),
-    }
-    info = typer.Argument(**settings) if flag.argument else typer.Option(*flag.names, **settings)
+    declare = typer.Argument if flag.argument else partial(typer.Option, *flag.names)
+    info = declare(
+        help=f"{flag.help} {field.metadata.get(NOTE, '')}".rstrip(),
+        metavar=flag.metavar,
+        min=_shown_bound(flag.low),
+        max=_shown_bound(flag.high),
+        callback=_check_bounds(flag),
+        rich_help_panel=panel,
+        show_default=True if shown_default is None else shown_default,
+        autocompletion=completion(flag),
+    )
+    default = inspect.Parameter.empty if field.default is MISSING else field.default
     by_name = inspect.Parameter.KEYWORD_ONLY
-    default = field.default
-    default = inspect.Parameter.empty if default is MISSING else default
     return inspect.Parameter(field.name, by_name, default=default, annotation=Annotated[kind, info])
 
 
@@ -206,10 +209,12 @@ def completion(flag: Flag) -> Callable[[typer.Context, str], list[str]] | None:
         return None
 
     def complete(context: typer.Context, incomplete: str) -> list[str]:
-        folder = context.params.get("workspace") or context.find_root().params.get("workspace")
-        values = flag.values() if callable(flag.values) else flag.values
         if flag.is_probe:
-            values = Workspace(Path(folder or ".")).probes()
+            own = context.params.get("workspace")
+            folder = own or context.find_root().params.get("workspace") or "."
+            values: Iterable[str] = Workspace(Path(folder)).probes()
+        else:
+            values = flag.values() if callable(flag.values) else flag.values
         return [value for value in values if value.startswith(incomplete)]
 
     return complete
@@ -218,37 +223,43 @@ def completion(flag: Flag) -> Callable[[typer.Context, str], list[str]] | None:
 def print_results(output: Results, *, as_json: bool) -> int:
     """Print a command's results as they arrive, or all as one JSON document; return the highest exit code."""
     # Several results are the steps of one workflow: drop the suggestions in between
-    results = (
-        iter((output,))
-        if isinstance(output, Result)
-        else (replace(result, next=()) for result in output)
-    )
+    if isinstance(output, Result):
+        results: Iterable[Result] = (output,)
+    else:
+        results = (replace(result, next=()) for result in output)
     documents: list[Any] = []
     code = 0
     # Print each result as it arrives, or collect them for the document
     for result in results:
         code = max(code, result.exit_code)
         if as_json:
-            document = plain(result.document(result.value))
-            commands = [suggestion.command for suggestion in result.next if suggestion.command]
-            documents.append({**document, "next": commands} if commands else document)
-            continue
-        # Print the reason of each suggestion, then its command on one unwrapped line
-        result.show(result.value)
-        for suggestion in result.next:
-            if suggestion.reason:
-                console.say(suggestion.reason)
-            if suggestion.command:
-                console.out.print(Text(next_line(suggestion.command)), soft_wrap=True)
+            documents.append(_document(result))
+        else:
+            _print(result)
     if as_json:
         printed = documents[0] if isinstance(output, Result) else documents
-        in_ascii = not console.out.encoding.startswith(
-            "utf"
-        )  # escapes of JSON, where others would replace characters
-        console.out.write(
-            json.dumps(printed, indent=2, ensure_ascii=in_ascii, allow_nan=False) + "\n"
-        )
+        # Escapes of JSON, where other encodings would replace characters
+        is_ascii = not console.out.encoding.startswith("utf")
+        text = json.dumps(printed, indent=2, ensure_ascii=is_ascii, allow_nan=False)
+        console.out.write(text + "\n")
     return code
+
+
+def _document(result: Result) -> Any:
+    """Return the JSON document of a result, with the commands that it suggests."""
+    document = plain(result.document(result.value))
+    commands = [suggestion.command for suggestion in result.next if suggestion.command]
+    return {**document, "next": commands} if commands else document
+
+
+def _print(result: Result) -> None:
+    """Print a result, then the reason of each suggestion and its command on one unwrapped line."""
+    result.show(result.value)
+    for suggestion in result.next:
+        if suggestion.reason:
+            console.say(suggestion.reason)
+        if suggestion.command:
+            console.out.print(Text(next_line(suggestion.command)), soft_wrap=True)
 
 
 def plain(value: Any) -> Any:

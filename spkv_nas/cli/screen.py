@@ -69,7 +69,8 @@ class _Printer(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print a record's message in the style of its level."""
-        (caution if record.levelno >= logging.WARNING else self._show)(record.getMessage())
+        show = caution if record.levelno >= logging.WARNING else self._show
+        show(record.getMessage())
 
 
 class _Rows:
@@ -82,7 +83,8 @@ class _Rows:
     @contextmanager
     def shown(self) -> Iterator[None]:
         """Show the rows while the block runs, hidden from each printed result to the next announcement."""
-        before, out.before = out.before, self._hide
+        before = out.before
+        out.before = self._hide
         try:
             self._show(f"{self._title}: starting")
             yield
@@ -96,10 +98,10 @@ class _Rows:
             self._shown = Progress(
                 SpinnerColumn(),
                 _Cell(_title, Column()),  # the only column that is truncated in a narrow terminal
-                *map(
-                    _Cell,
-                    (_bar, _count, lambda task: Text(task.fields["note"], style="dim"), _time),
-                ),
+                _Cell(_bar),
+                _Cell(_count),
+                _Cell(_note),
+                _Cell(_time),
                 console=err,
                 transient=True,
                 redirect_stdout=False,
@@ -159,16 +161,21 @@ def _title(task: Task) -> RenderableType:
 
 def _bar(task: Task) -> RenderableType:
     """Return the progress bar; empty where the total is unknown, or 0 because nothing was counted yet."""
-    return (
-        "" if not task.total else ProgressBar(total=task.total, completed=task.completed, width=12)
-    )
+    if not task.total:
+        return ""
+    return ProgressBar(total=task.total, completed=task.completed, width=12)
 
 
 def _count(task: Task) -> RenderableType:
     """Return what is done of the total, such as ``3 of 10 blocks``."""
-    return (
-        "" if not task.total else count(int(task.completed), int(task.total), task.fields["unit"])
-    )
+    if not task.total:
+        return ""
+    return count(int(task.completed), int(task.total), task.fields["unit"])
+
+
+def _note(task: Task) -> RenderableType:
+    """Return the note, such as the loss."""
+    return Text(task.fields["note"], style="dim")
 
 
 def _time(task: Task) -> RenderableType:
@@ -176,4 +183,5 @@ def _time(task: Task) -> RenderableType:
     end = task.fields.get("end")
     if end is None:
         return Text(clock(task.elapsed or 0.0), style="dim")
-    return Text(f"{clock(max(0.0, end - time.monotonic()))} left", style="cyan")
+    left = max(0.0, end - time.monotonic())
+    return Text(f"{clock(left)} left", style="cyan")

@@ -6,7 +6,7 @@ import time
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.text import Text
 
@@ -40,12 +40,15 @@ _LOOKS = 3.0  # about as many budgets are measured, and as many retrained hybrid
 # Of a step of retraining on a CPU
 _STEP_TOKENS = 2048
 _TRAINING_PASSES = 3.0
-
-_RECOVERED = (
-    2.0,
-    4.0,
-    8.0,
-)  # layouts are retrained that lose up to these multiples of the margin by their costs
+# Layouts are retrained that lose up to these multiples of the margin by their costs
+_RECOVERED = (2.0, 4.0, 8.0)
+# A cache that holds less than this many times as many requests is said to hold no more
+_MORE_REQUESTS = 1.05
+# Of head gates; 25 steps choose the same heads as 100 in all but one of the study's models
+DEMO_STEPS = 25
+DEMO_LAYOUTS = (RECOMMENDED, "densest", "interleaved-last")
+# A fifth of the held-out text; a tenth misses a needed head among 18 (reports/LOG.md)
+DEMO_TOKENS = 65_536
 
 
 @dataclass(frozen=True)
@@ -88,9 +91,11 @@ class _Inputs:
     def check(self) -> None:
         """Raise ``UserError`` if the model or the text is not the one that ``auto`` began with."""
         self.check_model()
-        if changed := sorted(set(_text_files(self.options)) ^ set(self.text)):
+        changed = sorted(set(_text_files(self.options)) ^ set(self.text))
+        if changed:
+            name = changed[0][0]
             raise errors.UserError(
-                f"the text {changed[0][0]} was changed while it was measured\nrun the same command again"
+                f"the text {name} was changed while it was measured\nrun the same command again"
             )
 
     def check_model(self, advice: str = "") -> None:
@@ -169,9 +174,8 @@ def _auto(options: AutoOptions, reporter: Reporter) -> Iterator[Result]:
     inputs.check_model(f"{options.out} may hold weights of both: remove it, and ")
     with stages.begin(_REPORT) as inner:
         page = report.run(ReportOptions(probe=table.name, workspace=options.workspace), inner).value
-    yield Result(
-        AutoResult(_lines(options, hybrid, page, serve), hybrid.file, options.out, page), _show
-    )
+    lines = _lines(options, hybrid, page, serve)
+    yield Result(AutoResult(lines, hybrid.file, options.out, page), _show)
 
 
 def _stages(options: AutoOptions, reporter: Reporter) -> Stages:
@@ -191,9 +195,13 @@ def _untrained(options: AutoOptions, search: BudgetResult) -> _Hybrid | None:
         return None
     size = "num_global" if search.memories is None else "memory"
     rows = search.rows[search.rows[size] == search.passes]
-    measured = decision.measured_by(search.compared, search, rows)
     return _Hybrid(
-        search.layout, search.file, options.model, search.memory, measured, search.compared
+        layout=search.layout,
+        file=search.file,
+        model=options.model,
+        memory=search.memory,
+        measured=decision.measured_by(search.compared, search, rows),
+        compared=search.compared,
     )
 
 
@@ -233,12 +241,8 @@ def _expect(options: AutoOptions, stages: Stages, unseen_tokens: int) -> None:
         if isinstance(retraining, float):
             stages.expect(_RETRAINING, _RETRAINING, retraining, SECONDS)
         else:
-            stages.expect(
-                _RETRAINING,
-                _RETRAINING,
-                _LOOKS * retraining * _STEP_TOKENS * _TRAINING_PASSES,
-                GRADIENT,
-            )
+            work = _LOOKS * retraining * _STEP_TOKENS * _TRAINING_PASSES
+            stages.expect(_RETRAINING, _RETRAINING, work, GRADIENT)
     for title, starts in _STARTS.items():
         stages.expect(title, "", starts, START)
 
@@ -258,12 +262,19 @@ def _passing(
     from spkv_nas.stages import decision
     from spkv_nas.stages.critical_budget import layout_memory
 
-    for each in judged.compared.candidates:
-        if judged.answers[each.name] == "passes" and each.chosen is not None:
-            memory = layout_memory(options.search(table.name), table, each.chosen)
-            rows = judged.rows[judged.rows["candidate"] == each.name]
-            measured = decision.measured_by(judged.compared, judged, rows)
-            return _Hybrid(each.chosen, None, each.source, memory, measured, judged.compared)
+    for candidate in judged.compared.candidates:
+        layout = candidate.chosen
+        if layout is None or judged.answers[candidate.name] != "passes":
+            continue
+        rows = judged.rows[judged.rows["candidate"] == candidate.name]
+        return _Hybrid(
+            layout=layout,
+            file=None,
+            model=candidate.source,
+            memory=layout_memory(options.search(table.name), table, layout),
+            measured=decision.measured_by(judged.compared, judged, rows),
+            compared=judged.compared,
+        )
     return None
 
 
@@ -273,8 +284,8 @@ def _retrain(
     """Retrain the smallest layouts whose costs are below some multiples of the margin; return checkpoints, ascending.
 
     Costs of windows choose their sizes, and a comparison on documents of its own their kind, so that the documents of
-    the verdict do not. None is retrained if a layout
-    that is not larger passes without. Raises ``UserError``: as ``retraining.retrain``.
+    the verdict do not. None is retrained if a layout that is not larger passes without. Raises ``UserError``: as
+    ``retraining.retrain``.
     """
     from spkv_nas.evaluation.verdict.critical_budget import first_by_costs, named_by_memory
     from spkv_nas.probing.measure import half_of
@@ -299,9 +310,8 @@ def _retrain(
         if search.rivals is not None:
             layout = named_by_memory(search.rivals.choose(position), search.budgets[position])
         layouts.append(layout)
-        earlier.write_layout(
-            options.folders.layout_dir(table.name) / f"{layout.strategy}.yaml", layout, reporter
-        )
+        file = options.folders.layout_dir(table.name) / f"{layout.strategy}.yaml"
+        earlier.write_layout(file, layout, reporter)
     # Retrain them on the half of the documents that selects
     measured = Subject.of(options.probe, options.model, "retrain on").load(reporter)
     checkpoints = retraining.retrain(
@@ -345,33 +355,48 @@ def _export(options: AutoOptions, hybrid: _Hybrid, reporter: Reporter) -> str | 
 def _lines(options: AutoOptions, hybrid: _Hybrid, page: Path, serve: str | None) -> list[str]:
     """Return the lines that a user reads at the end: heads, memory, loss, files, and what was not tried."""
     layout = hybrid.layout
-    memory = hybrid.memory
+    name = hybrid.compared.against
+    if hybrid.file is None:
+        name += ", retrained"
     # The loss by each criterion, whose upper end holds for all budgets together
     losses = [f"{each.criterion} {each.finding}; {each.conclusion}" for each in hybrid.measured]
-    requests = (
-        "" if memory.requests is None else f" (vLLM: {memory.requests:.1f} times as many requests)"
-    )
-    if memory.requests is not None and memory.requests < 1.05:
-        requests = " (vLLM: no more requests, because it keeps every token of so short a context)"
-    untested = "" if memory.untested is None else f"; at {memory.untested:,} not tested (--context)"
-    files = [f"folder: {options.out}", serve, f"report: {page}"]
-    not_tried = "retraining, which recovers part of the loss (--retrain)"
-    if options.retrain is not None:
-        not_tried = "full attention retrained alike"
-    # Windows lose recall from afar, which the NLL of a text hardly shows (reports/llama-30m)
-    recall = (
-        ""
-        if "recall" in hybrid.compared.trial.nouns
-        else f"recall from afar (--margin {options.margin},recall=10); "
-    )
-    name = f"{hybrid.compared.against}{', retrained' if hybrid.file is None else ''}"
+    files = [f"folder: {options.out}", f"report: {page}"]
+    if serve is not None:
+        files.insert(1, serve)
     return [
         f"{name}: {layout.num_global} of {layout.num_heads} KV heads global, {layout.legend_words}",
-        f"KV cache at {memory.context:,} tokens: {memory.full / memory.used:.1f} times smaller{requests}{untested}",
+        _about_memory(hybrid.memory),
         "; ".join(losses),
-        "   ".join(each for each in files if each is not None),
-        f"not tried: {not_tried}; {recall}other tasks",
+        "   ".join(files),
+        f"not tried: {'; '.join(_not_tried(options, hybrid))}",
     ]
+
+
+def _about_memory(memory: Memory) -> str:
+    """Return how much smaller the KV cache is, how many more requests fit, and which context was not tested."""
+    ratio = memory.full / memory.used
+    line = f"KV cache at {memory.context:,} tokens: {ratio:.1f} times smaller"
+    if memory.requests is not None and memory.requests < _MORE_REQUESTS:
+        line += " (vLLM: no more requests, because it keeps every token of so short a context)"
+    elif memory.requests is not None:
+        line += f" (vLLM: {memory.requests:.1f} times as many requests)"
+    if memory.untested is not None:
+        line += f"; at {memory.untested:,} not tested (--context)"
+    return line
+
+
+def _not_tried(options: AutoOptions, hybrid: _Hybrid) -> list[str]:
+    """Return what the answer leaves open."""
+    not_tried = []
+    if options.retrain is None:
+        not_tried.append("retraining, which recovers part of the loss (--retrain)")
+    else:
+        not_tried.append("full attention retrained alike")
+    # Windows lose recall from afar, which the NLL of a text hardly shows (reports/llama-30m)
+    if "recall" not in hybrid.compared.trial.nouns:
+        not_tried.append(f"recall from afar (--margin {options.margin},recall=10)")
+    not_tried.append("other tasks")
+    return not_tried
 
 
 def _remedies(options: AutoOptions, search: BudgetResult) -> list[str]:
@@ -379,13 +404,12 @@ def _remedies(options: AutoOptions, search: BudgetResult) -> list[str]:
     from spkv_nas.stages import decision
 
     rows = search.rows[search.rows["kv_bytes"] == search.rows["kv_bytes"].max()]
+    measurements = decision.measured_by(search.compared, search, rows)
     losses = []
-    for row, measured in zip(
-        rows.itertuples(), decision.measured_by(search.compared, search, rows), strict=True
-    ):
-        size = f"{row.memory:g} % of the KV cache"
-        if search.memories is None:
-            size = f"{row.num_global} global heads"
+    for row, measured in zip(rows.itertuples(), measurements, strict=True):
+        size = f"{row.num_global} global heads"
+        if search.memories is not None:
+            size = f"{row.memory:g} % of the KV cache"
         losses.append(f"{size}: {measured.criterion} {measured.finding}; {measured.conclusion}")
     # Suggest retraining, or a recipe for a longer one
     ways = ["more text"] if search.answer == "open" else []
@@ -394,8 +418,13 @@ def _remedies(options: AutoOptions, search: BudgetResult) -> list[str]:
         "more memory (--memory)",
         "longer retraining" if options.retrain else "--retrain",
     ]
-    recipe = init.InitOptions(model=options.model, data=options.data, workspace=options.workspace)
-    following = recipe if options.retrain else replace(options, retrain="30m")
+    following: object
+    if options.retrain:
+        following = init.InitOptions(
+            model=options.model, data=options.data, workspace=options.workspace
+        )
+    else:
+        following = replace(options, retrain="30m")
     return [
         *losses,
         f"no layout passes {options.margin}: try {', or '.join(ways)}",
@@ -407,13 +436,6 @@ def _show(result: AutoResult) -> None:
     """Print the lines."""
     for line in result.lines:
         console.out.print(Text(line), soft_wrap=True)
-
-
-# Of head gates; 25 steps choose the same heads as 100 in all but one of the study's models
-DEMO_STEPS = 25
-DEMO_LAYOUTS = (RECOMMENDED, "densest", "interleaved-last")
-# A fifth of the held-out text; a tenth misses a needed head among 18 (reports/LOG.md)
-DEMO_TOKENS = 65_536
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -442,21 +464,30 @@ def demo(options: DemoOptions, reporter: Reporter) -> Iterator[Result]:
     from spkv_nas.stages.options.train_hybrid import TrainHybridOptions
 
     start = time.perf_counter()
-    workspace: dict[str, Any] = {"workspace": options.workspace}
-    device_options: dict[str, Any] = {**workspace, "device": options.device}
+    workspace = options.workspace
+    device = options.device
     # Measure the heads twice: by the default signal, without single-head gains, which so few documents estimate badly,
     # and by the recommended one
-    default = ProbeOptions(max_tokens=DEMO_TOKENS, ablation_tokens=0, **device_options)
+    default = ProbeOptions(
+        max_tokens=DEMO_TOKENS, ablation_tokens=0, workspace=workspace, device=device
+    )
     yield probe.run(default, reporter)
-    yield probe.run(ProbeOptions(signal=RECOMMENDED, steps=DEMO_STEPS, **device_options), reporter)
+    recommended = ProbeOptions(
+        signal=RECOMMENDED, steps=DEMO_STEPS, workspace=workspace, device=device
+    )
+    yield probe.run(recommended, reporter)
     # Propose layouts by the default signal
-    yield propose.run(ProposeOptions(probe=DEFAULT_PROBE, **workspace), reporter)
+    yield propose.run(ProposeOptions(probe=DEFAULT_PROBE, workspace=workspace), reporter)
     # Retrain some of them, and write the report
     folder = options.folders.layout_dir(DEFAULT_PROBE)
     layouts = [folder / f"{name}.yaml" for name in DEMO_LAYOUTS]
     retraining = TrainHybridOptions(
-        layouts=layouts, probe=DEFAULT_PROBE, reference=False, **device_options
+        layouts=layouts,
+        probe=DEFAULT_PROBE,
+        reference=False,
+        workspace=workspace,
+        device=device,
     )
     yield train_hybrid.run(retraining, reporter)
-    yield report.run(ReportOptions(probe=DEFAULT_PROBE, **workspace), reporter)
+    yield report.run(ReportOptions(probe=DEFAULT_PROBE, workspace=workspace), reporter)
     reporter.announce(f"{time.perf_counter() - start:.0f} s in total")
