@@ -40,6 +40,7 @@ import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import Literal, NamedTuple
 
 from spkv_nas.artifacts import gate_config, grid, local_layers
@@ -175,41 +176,31 @@ def cost(
     counts sink tokens, too. A ``layout`` replaces ``window``; ``density`` is then its ``layout_density``.
     ``native_windows`` are the sliding windows of the checkpoint's layers, None for full attention; empty: none has one.
     """
-    layers = local_layers.config_layers(
-        native_windows or [None] * (1 if layout is None else layout.num_layers)
-    )
-    # Average the visible keys over the heads of a layout, or the layers
-    rows: Sequence[Sequence[int | None]] = (
-        [(window,)] * len(layers) if layout is None else layout.head_windows
-    )
-    sinks = 0 if layout is None else layout.sinks
-    share = density if layout is None else 0.0
-
-    def head_keys(layer: local_layers.ConfigLayer, head: int | None) -> float:
-        """Return the keys of a head with a window; None: global."""
-        local = local_layers.layout_window(layer, (head or 0) + sinks, is_global=head is None)
-        return visible_keys(min(context, layer.checkpoint_window), density=share, window=local)
-
-    # Weigh them by the size of heads, and layers by their number of heads
-    sizes = [1.0] * len(rows)
-    if len(rows) == shape.num_layers:
-        sizes = [
-            number / len(row) for number, row in zip(shape.kv_heads_by_layer, rows, strict=True)
-        ]
+    # Windows of the heads of each layer, None: global; without a layout, one window for all heads of a layer
+    if layout is None:
+        layers = local_layers.config_layers(native_windows or [None])
+        keys_of_head = partial(_head_keys, context, density=density, sinks=0)
+        rows: Sequence[Sequence[int | None]] = [(window,)] * len(layers)
+    else:
+        layers = local_layers.config_layers(native_windows or [None] * layout.num_layers)
+        keys_of_head = partial(_head_keys, context, density=0.0, sinks=layout.sinks)
+        rows = layout.head_windows
+    # Average the visible keys over heads, weighted by their sizes
+    sizes = _head_sizes(shape, rows)
     heads = [
-        (size / max(sizes), head_keys(layer, head))
+        (size / max(sizes), keys_of_head(layer, head_window))
         for layer, row, size in zip(layers, rows, sizes, strict=True)
-        for head in row
+        for head_window in row
     ]
     keys = sum(weight * number for weight, number in heads) / sum(weight for weight, _ in heads)
-    # Average the growth of the cache, which stops where a window is full
-    grows = [not layer.is_always_local and context <= layer.checkpoint_window for layer in layers]
+    # Average the growth of the cache over layers; it stops where a native window is full
     weights = [size * len(row) for size, row in zip(sizes, rows, strict=True)]
-    growth = (
-        density
-        * sum(weight for weight, grow in zip(weights, grows, strict=True) if grow)
-        / sum(weights)
-    )
+    growing = [
+        weight
+        for weight, layer in zip(weights, layers, strict=True)
+        if not layer.is_always_local and context <= layer.checkpoint_window
+    ]
+    growth = density * sum(growing) / sum(weights)
     flops = 2 * shape.num_layers * shape.attention_width * keys
     return Cost(
         name=name,
@@ -219,6 +210,25 @@ def cost(
         attention_flops=flops,
         total_flops=2 * shape.num_parameters + flops,
     )
+
+
+def _head_keys(
+    context: int, layer: local_layers.ConfigLayer, window: int | None, *, density: float, sinks: int
+) -> float:
+    """Return the keys that a head with a window holds in a layer; None: a global head."""
+    local_window = 0 if window is None else window + sinks
+    reach = local_layers.layout_window(layer, local_window, is_global=window is None)
+    return visible_keys(min(context, layer.checkpoint_window), density=density, window=reach)
+
+
+def _head_sizes(shape: Shape, rows: Sequence[Sequence[int | None]]) -> list[float]:
+    """Return by layer how many KV heads, counted in those of ``head_dim`` channels, each window of ``rows`` stands for.
+
+    All are 1 if one row stands for all layers.
+    """
+    if len(rows) != shape.num_layers:
+        return [1.0] * len(rows)
+    return [number / len(row) for number, row in zip(shape.kv_heads_by_layer, rows, strict=True)]
 
 
 def layout_density(

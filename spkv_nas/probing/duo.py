@@ -114,49 +114,72 @@ def duo(
     tokens_seen = steps * min(batch_size, blocks.num_blocks) * blocks.block_size
     compiling = modes.compiled_if_faster(model, tokens_seen // distributed.num_processes())
     with windows.full_attention(model) as states, frozen(model), compiling:
-        # Attach an alpha per head, and its optimizer
+        # Attach an alpha per head
         mixtures = [AlphaMixture(state, window, sinks, input_device(model)) for state in states]
         for state, mixture in zip(states, mixtures, strict=True):
             state.observer = mixture
-        alphas = [mixture.share for mixture in mixtures]
-        optimizer = torch.optim.AdamW(alphas, lr=learning_rate, weight_decay=0.0)
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: ramp(step, steps))
-        micro_batch = memory.AdaptiveBatchSize(batch_size)
-        loss = 0.0
-        for step, block_indices in enumerate(
-            shuffled_batches(blocks.num_blocks, batch_size, steps, seed), 1
-        ):
-            # Gradients on this rank's blocks
-            tokens = rank_tokens(blocks, block_indices, input_device(model))
-            loss = _add_gradients(
-                model, mixtures, tokens, blocks.boundaries, regularisation, micro_batch
-            )
-            # Update and clamp alpha
-            optimizer.step()
-            scheduler.step()
-            with torch.no_grad():
-                for alpha in alphas:
-                    alpha.clamp_(0.0, 1.0)
-            check_finite("duo: the distillation loss", loss, step)
-            if progress is not None:
-                progress(step, steps)
-
+        loss = _learn_alphas(
+            model,
+            mixtures,
+            blocks,
+            steps=steps,
+            batch_size=batch_size,
+            learning_rate=learning_rate,
+            regularisation=regularisation,
+            seed=seed,
+            progress=progress,
+        )
     # Build the table
-    values = (
-        pad_sequence([mixture.share.detach() for mixture in mixtures], batch_first=True)
-        .double()
-        .cpu()
-        .numpy()
-    )
+    values = pad_sequence([mixture.share.detach() for mixture in mixtures], batch_first=True)
     options = {"sink_size": sinks, "steps": steps, "regularisation": regularisation, "seed": seed}
-    table_metadata = {**(metadata or {}), **options, "distillation_loss": float(f"{loss:.4g}")}
-    facts: dict[str, Any] = {
-        "heads_per_layer": attention.heads_per_layer(states),
-        "metadata": table_metadata,
-    }
     return learned_table(
-        "duo", kinds.ALPHA_UNIT, values, blocks, window, tokens_seen, name=name, **facts
+        "duo",
+        kinds.ALPHA_UNIT,
+        values.double().cpu().numpy(),
+        blocks,
+        window,
+        tokens_seen,
+        name=name,
+        metadata={**(metadata or {}), **options, "distillation_loss": float(f"{loss:.4g}")},
+        heads_per_layer=attention.heads_per_layer(states),
     )
+
+
+def _learn_alphas(
+    model: PreTrainedModel,
+    mixtures: list[AlphaMixture],
+    blocks: TokenBlocks,
+    *,
+    steps: int,
+    batch_size: int,
+    learning_rate: float,
+    regularisation: float,
+    seed: int,
+    progress: Progress | None,
+) -> float:
+    """Learn the alphas of the attached ``mixtures`` in place, and return the loss of the last step."""
+    alphas = [mixture.share for mixture in mixtures]
+    optimizer = torch.optim.AdamW(alphas, lr=learning_rate, weight_decay=0.0)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: ramp(step, steps))
+    micro_batch = memory.AdaptiveBatchSize(batch_size)
+    batches = shuffled_batches(blocks.num_blocks, batch_size, steps, seed)
+    loss = 0.0
+    for step, block_indices in enumerate(batches, 1):
+        # Gradients on this rank's blocks
+        tokens = rank_tokens(blocks, block_indices, input_device(model))
+        loss = _add_gradients(
+            model, mixtures, tokens, blocks.boundaries, regularisation, micro_batch
+        )
+        # Update and clamp alpha
+        optimizer.step()
+        scheduler.step()
+        with torch.no_grad():
+            for alpha in alphas:
+                alpha.clamp_(0.0, 1.0)
+        check_finite("duo: the distillation loss", loss, step)
+        if progress is not None:
+            progress(step, steps)
+    return loss
 
 
 def _add_gradients(

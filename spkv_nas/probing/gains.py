@@ -31,6 +31,7 @@ from spkv_nas.base.statistics import jackknife_ratio
 from spkv_nas.data.batches import num_own_blocks
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation import paired, zero_shot
+from spkv_nas.model.attention import LayerState
 from spkv_nas.model.windows import full_attention
 from spkv_nas.probing.heads import check_window, domain_means, signal_table
 
@@ -144,53 +145,102 @@ def _measure(
     with full_attention(model) as states:
         # Windows [L][Hkv] of the all-global and the all-local model
         native = tuple(state.head_windows(gated=False) for state in states)
-        num_layers = len(native)
-        num_heads = max(map(len, native))
-        detailed = num_layers if max_heads is None else min(max_heads // num_heads, num_layers)
-        if detailed == 0:
-            raise UserError(
-                f"--max-heads {max_heads} is too small: give at least {num_heads}, the heads of a layer"
-            )
-        local = tuple(
-            (local_layers.layout_window(state, window, is_global=False),) * state.num_kv_heads
-            for state in states
-        )
-        score = partial(
-            zero_shot.score_windows,
-            model,
-            states,
-            blocks=blocks,
-            batch_size=batch_size,
-            sinks=sinks,
-        )
+        local = _local_windows(states, window)
         rounds = _Rounds(
-            score, local, native, opens, num_own_blocks(blocks.num_blocks, batch_size), progress
+            score=partial(
+                zero_shot.score_windows,
+                model,
+                states,
+                blocks=blocks,
+                batch_size=batch_size,
+                sinks=sinks,
+            ),
+            local=local,
+            whole=native,
+            opens=opens,
+            num_blocks=num_own_blocks(blocks.num_blocks, batch_size),
+            progress=progress,
         )
-        sums = np.zeros((num_layers, num_heads, len(blocks.documents)))
-        by_layer = granularity == kinds.LAYER or detailed < num_layers
-        # Measure whole layers
-        if by_layer:
-            layers: list[Unit] = [(layer, range(len(row))) for layer, row in enumerate(native)]
-            for (layer, heads), gain in rounds.gains(
-                layers, 0 if granularity == kinds.LAYER else detailed * num_heads
-            ):
-                sums[layer, heads] = gain / len(heads)
-        # Measure single heads in the layers with the largest gains
-        if granularity == kinds.HEAD:
-            top_layers = sorted(np.argsort(-sums.sum((1, 2)), kind="stable")[:detailed].tolist())
-            units = [
-                (layer, range(head, head + 1))
-                for layer in top_layers
-                for head in range(len(native[layer]))
-            ]
-            for (layer, heads), gain in rounds.gains(units):
-                sums[layer, heads] = gain
+        heads_per_layer = tuple(map(len, native))
+        sums = np.zeros((len(native), max(heads_per_layer), len(blocks.documents)))
+        if granularity == kinds.LAYER:
+            _measure_layers(rounds, heads_per_layer, sums)
+        else:
+            granularity = _measure_top_layers(rounds, heads_per_layer, sums, max_heads)
     base = rounds.scores[rounds.before]
-    measured_as = granularity if by_layer is (granularity == kinds.LAYER) else MIXED
-    counts = tuple(map(len, native))
     return _Measurement(
-        sums, counts, base.num_tokens, round(base.mean, 6), round(rounds.passes, 2), measured_as
+        sums=sums,
+        heads_per_layer=heads_per_layer,
+        num_tokens=base.num_tokens,
+        nll_before=round(base.mean, 6),
+        passes=round(rounds.passes, 2),
+        granularity=granularity,
     )
+
+
+def _local_windows(states: Sequence[LayerState], window: int) -> zero_shot.Windows:
+    """Return the windows [L][Hkv] of the all-local model."""
+    reaches = [local_layers.layout_window(state, window, is_global=False) for state in states]
+    return tuple(
+        (reach,) * state.num_kv_heads for reach, state in zip(reaches, states, strict=True)
+    )
+
+
+def _measure_top_layers(
+    rounds: "_Rounds",
+    heads_per_layer: tuple[int, ...],
+    sums: NDArray[np.float64],
+    max_heads: int | None,
+) -> str:
+    """Measure at most ``max_heads`` single heads into ``sums``, in the layers with the largest gains, or all of them.
+
+    Returns the granularity. Raises ``UserError``: the maximum is less than one layer has.
+    """
+    num_layers = len(heads_per_layer)
+    if max_heads is None:
+        _measure_heads(rounds, heads_per_layer, sums, num_layers)
+        return kinds.HEAD
+    num_heads = max(heads_per_layer)
+    num_detailed = max_heads // num_heads
+    if num_detailed == 0:
+        raise UserError(
+            f"--max-heads {max_heads} is too small: give at least {num_heads}, the heads of a layer"
+        )
+    if num_detailed >= num_layers:
+        _measure_heads(rounds, heads_per_layer, sums, num_layers)
+        return kinds.HEAD
+    _measure_layers(rounds, heads_per_layer, sums, later=num_detailed * num_heads)
+    _measure_heads(rounds, heads_per_layer, sums, num_detailed)
+    return MIXED
+
+
+def _measure_layers(
+    rounds: "_Rounds",
+    heads_per_layer: tuple[int, ...],
+    sums: NDArray[np.float64],
+    later: int = 0,
+) -> None:
+    """Measure the gains of whole layers into ``sums``, divided evenly among heads; ``later`` as in ``gains``."""
+    layers = [(layer, range(number)) for layer, number in enumerate(heads_per_layer)]
+    for (layer, heads), gain in rounds.gains(layers, later):
+        sums[layer, heads] = gain / len(heads)
+
+
+def _measure_heads(
+    rounds: "_Rounds",
+    heads_per_layer: tuple[int, ...],
+    sums: NDArray[np.float64],
+    num_layers: int,
+) -> None:
+    """Measure the gains of single heads into ``sums``, in the ``num_layers`` with the largest gains there so far."""
+    by_gain = np.argsort(-sums.sum((1, 2)), kind="stable")
+    heads = [
+        (layer, range(head, head + 1))
+        for layer in sorted(by_gain[:num_layers].tolist())
+        for head in range(heads_per_layer[layer])
+    ]
+    for (layer, head), gain in rounds.gains(heads):
+        sums[layer, head] = gain
 
 
 def _check_heads(granularity: str, max_heads: int | None) -> None:

@@ -19,7 +19,7 @@ which also ranks the heads that end at exactly 0 or 1, by how early they got the
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -82,46 +82,67 @@ def head_gates(
     sinks, sink_facts = choose_sinks(model, blocks, window) if sinks is None else (sinks, {})
     heads.check_window(blocks, window, sinks)
     size = frozen.blocks_per_step(blocks, step_tokens)
-    with (
-        windows.full_attention(model) as states,
-        frozen.frozen_within_memory(
-            model, blocks.block_size, size, attentions=2, steps=steps
-        ) as micro_batch,
-    ):
-        # One projected gradient step per batch
-        learning = _Learning(states, budget, steps)
-        divergence = math.nan
-        for step, block_indices in enumerate(
-            shuffled_batches(blocks.num_blocks, size, steps, seed), 1
-        ):
-            gates = learning.of_all_layers(learning.gates).to(input_device(model)).requires_grad_()
-            for state, gate in zip(states, gates, strict=True):
-                of_heads = gate[: state.num_kv_heads].to(model.dtype)
-                state.observer = frozen.Mixture.of_global(state, of_heads, window, sinks)
-            divergence, gradient = _slope(
-                model, states, gates, blocks, np.sort(block_indices), micro_batch
-            )
-            frozen.check_finite("head gates: the loss", divergence, step, gradient)
-            learning.step(step, gradient[learning.has_gate])
-            if progress is not None:
-                progress(step, steps)
-    # Build the table; its divergence is in nats per token, in the last step
-    table_metadata = {**(metadata or {}), "budget": learning.budget, "steps": steps, "seed": seed}
-    table_metadata |= {
-        "divergence": float(f"{divergence:.4g}"),
-        **local_layers.native_windows(states),
-    }
-    table_metadata |= {"sinks": sinks, **sink_facts} if sinks else {}
-    facts: dict[str, Any] = {
-        "name": name,
-        "metadata": table_metadata,
-        "tokens_seen": steps * size * blocks.block_size,
-    }
-    facts["heads_per_layer"] = attention.heads_per_layer(states)
-    mean_gates = learning.of_all_layers(learning.total / steps)
-    return frozen.learned_table(
-        "head-gates", kinds.GATE_UNIT, mean_gates.numpy(), blocks, window, **facts
+    freezing = frozen.frozen_within_memory(
+        model, blocks.block_size, size, attentions=2, steps=steps
     )
+    with windows.full_attention(model) as states, freezing as micro_batch:
+        learning = _Learning(states, budget, steps)
+        batches = shuffled_batches(blocks.num_blocks, size, steps, seed)
+        mix = partial(_mix, states, window=window, sinks=sinks)
+        divergence = _learn(model, states, blocks, learning, batches, micro_batch, mix, progress)
+    # Build the table
+    facts = {**(metadata or {}), "budget": learning.budget, "steps": steps, "seed": seed}
+    # In nats per token, in the last step
+    facts |= {"divergence": float(f"{divergence:.4g}"), **local_layers.native_windows(states)}
+    facts |= {"sinks": sinks, **sink_facts} if sinks else {}
+    return frozen.learned_table(
+        "head-gates",
+        kinds.GATE_UNIT,
+        learning.of_all_layers(learning.total / steps).numpy(),
+        blocks,
+        window,
+        steps * size * blocks.block_size,
+        name=name,
+        metadata=facts,
+        heads_per_layer=attention.heads_per_layer(states),
+    )
+
+
+def _learn(
+    model: PreTrainedModel,
+    states: Sequence[attention.LayerState],
+    blocks: TokenBlocks,
+    learning: "_Learning",
+    batches: Iterable[arrays.Int],
+    micro_batch: memory.AdaptiveBatchSize,
+    mix: Callable[[torch.Tensor], None],
+    progress: Progress | None,
+) -> float:
+    """Take a projected gradient step on each of ``batches`` of block indices; return the last divergence.
+
+    ``mix`` makes the layers mix attention by gates [layers, KV heads].
+    """
+    divergence = math.nan
+    for step, block_indices in enumerate(batches, 1):
+        gates = learning.of_all_layers(learning.gates).to(input_device(model)).requires_grad_()
+        mix(gates.to(model.dtype))
+        divergence, gradient = _slope(
+            model, states, gates, blocks, np.sort(block_indices), micro_batch
+        )
+        frozen.check_finite("head gates: the loss", divergence, step, gradient)
+        learning.step(step, gradient[learning.has_gate])
+        if progress is not None:
+            progress(step, learning.num_steps)
+    return divergence
+
+
+def _mix(
+    states: Sequence[attention.LayerState], gates: torch.Tensor, *, window: int, sinks: int
+) -> None:
+    """Let every layer mix global and local attention by the ``gates`` [layers, KV heads], local with ``window``."""
+    for state, layer_gates in zip(states, gates, strict=True):
+        share = layer_gates[: state.num_kv_heads]
+        state.observer = frozen.Mixture.of_global(state, share, window, sinks)
 
 
 def _slope(
@@ -176,7 +197,7 @@ class _Learning:
         self, states: Sequence[attention.LayerState], budget: int | str | None, steps: int
     ) -> None:
         """Start with equal gates that sum to ``budget``."""
-        self._steps = steps
+        self.num_steps = steps
         # bool [all layers, KV heads], true for the H heads with a gate, whose layers are not local by design
         self.has_gate = torch.from_numpy(grid.head_cells(attention.heads_per_layer(states)))
         self.has_gate &= torch.tensor([[not state.is_always_local] for state in states])
@@ -205,7 +226,7 @@ class _Learning:
             self._direction / (1.0 - _MOMENTUM**number) / max(scale, np.finfo(np.float64).tiny)
         )
         self.gates = project(
-            self.gates - _RATE * frozen.ramp(number - 1, self._steps) * direction, self.budget
+            self.gates - _RATE * frozen.ramp(number - 1, self.num_steps) * direction, self.budget
         )
         self.total += self.gates
 

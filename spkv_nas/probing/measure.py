@@ -287,28 +287,47 @@ def measure_within(
     if len(candidates) == 1:
         table = measure(signal, blocks, first.window, progress)
     else:
-        # Choose the window on documents that the ranking has not seen
-        ranking, held_out = hold_out(blocks, most_tokens(blocks.block_size))
-        # Count all steps in passes over a block; the layouts to compare are about as many as the windows
-        usual_blocks = min(held_out.num_blocks, USUAL_BLOCKS)
-        sizes = [_passes(signal, model, ranking), passes_of_contest(len(candidates), usual_blocks)]
-        if signal.name == WINDOW_COSTS.name:
-            sizes.insert(1, prediction_check.passes(blocks.block_size))
-        table = measure(signal, ranking, first.window, in_sequence(progress, sizes)[0])
-        if table.window_costs is not None:
-            texts = ranking, held_out
-            table, sizes = _checked(
-                table, model, texts, cost, [limit / full], measure, sizes, progress
-            )
-        entrants = _entrants(table, cost, limit, candidates)
-        contest = _contest(model, held_out, entrants, in_sequence(progress, sizes)[-1])
-        # The window of the table is that of the best layout with one window
-        best = next(
-            entrant.layout for entrant in contest.ranked if entrant.name.startswith(ONE_WINDOW)
+        table, choice = _choose_window(
+            model, blocks, signal, measure, cost, limit, candidates, first.window, progress
         )
-        table = replace(at_window(table, best.window), probe_hash=None)  # this is the probe
-        record |= {"budget": best.num_global, "ranked_at": first.window, **contest.record()}
+        record |= choice
     return replace(table, metadata={**table.metadata, **record})
+
+
+def _choose_window(
+    model: PreTrainedModel,
+    blocks: TokenBlocks,
+    signal: Signal,
+    measure: _Measure,
+    cost: CacheCost,
+    limit: int,
+    candidates: Sequence[TriedWindow],
+    ranked_at: int,
+    progress: Progress | None,
+) -> tuple[HeadScores, dict[str, Any]]:
+    """Rank the heads at the window ``ranked_at``, and choose another on documents that the ranking has not seen.
+
+    Returns:
+        The table at the window of the best layout with one window, and the entries for its metadata.
+    """
+    ranking, held_out = hold_out(blocks, most_tokens(blocks.block_size))
+    # Count all steps in passes over a block; the layouts to compare are about as many as the windows
+    usual_blocks = min(held_out.num_blocks, USUAL_BLOCKS)
+    sizes = [_passes(signal, model, ranking), passes_of_contest(len(candidates), usual_blocks)]
+    if signal.name == WINDOW_COSTS.name:
+        sizes.insert(1, prediction_check.passes(blocks.block_size))
+    table = measure(signal, ranking, ranked_at, in_sequence(progress, sizes)[0])
+    if table.window_costs is not None:
+        shares = [limit / cost.full(table.num_heads)]
+        table, sizes = _checked(
+            table, model, (ranking, held_out), cost, shares, measure, sizes, progress
+        )
+    entrants = _entrants(table, cost, limit, candidates)
+    contest = _contest(model, held_out, entrants, in_sequence(progress, sizes)[-1])
+    best = next(entrant.layout for entrant in contest.ranked if entrant.name.startswith(ONE_WINDOW))
+    # Forget the hash of the table at the other window: this one is the probe
+    table = replace(at_window(table, best.window), probe_hash=None)
+    return table, {"budget": best.num_global, "ranked_at": ranked_at, **contest.record()}
 
 
 def _measure_costs(

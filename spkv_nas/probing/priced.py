@@ -93,35 +93,22 @@ def learn_gates(
 
     Raises ``UserError``: the model has gates or cannot have them, there is no price or text, or a loss is not finite.
     """
-    # Check the arguments
-    if config.target_density is None and not config.price:
-        raise UserError(
-            "gates on a frozen model need a target density, or a price above 0 (the sparsity penalty)"
-        )
-    check_blocks(model, blocks)
-    weights.check_placed(model)
-
+    _check(model, blocks, config)
     # Attach gates and restore the last checkpoint
     size = frozen.blocks_per_step(blocks, step_tokens)
     attach.attach_gates(model, config, seed=seed)
-    rate = learning_rate or predictor_learning_rate(
-        model_shape.model_size(model).without_embeddings
-    )
+    num_parameters = model_shape.model_size(model).without_embeddings
+    rate = learning_rate or predictor_learning_rate(num_parameters)
     learning = _Learning(model, config, blocks.boundaries, rate, steps)
     predictors = gates.predictor_parameters(model)
-    with (
-        modes.evaluation_mode(model),
-        frozen.frozen_within_memory(
-            model, blocks.block_size, size, predictors, config
-        ) as micro_batch,
-    ):
-        first = learning.restore(state)
-        # Train on this rank's share of each batch
-        for step, block_indices in enumerate(
-            shuffled_batches(blocks.num_blocks, size, steps, seed + 1)
-        ):
-            if step < first:
+    freezing = frozen.frozen_within_memory(model, blocks.block_size, size, predictors, config)
+    with modes.evaluation_mode(model), freezing as micro_batch:
+        resumed_at = learning.restore(state)
+        batches = shuffled_batches(blocks.num_blocks, size, steps, seed + 1)
+        for step, block_indices in enumerate(batches):
+            if step < resumed_at:
                 continue
+            # Train on this rank's share of the batch
             tokens = frozen.rank_tokens(blocks, np.sort(block_indices), input_device(model))
             sizes = blocks.boundaries.num_measured(blocks.marked(block_indices))
             learning.step(step, tokens, sizes, micro_batch)
@@ -130,8 +117,22 @@ def learn_gates(
                 distributed.on_main(partial(learning.save, state, step + 1))
     modes.set_price(model, 0.0)
     return GateTraining(
-        steps, steps * size * blocks.block_size, learning.density, learning.last_price, first
+        steps=steps,
+        tokens=steps * size * blocks.block_size,
+        density=learning.density,
+        price=learning.last_price,
+        resumed_at=resumed_at,
     )
+
+
+def _check(model: PreTrainedModel, blocks: TokenBlocks, config: GateConfig) -> None:
+    """Raise ``UserError`` unless gates of a model can be trained on ``blocks``, towards a density or at a price."""
+    if config.target_density is None and not config.price:
+        raise UserError(
+            "gates on a frozen model need a target density, or a price above 0 (the sparsity penalty)"
+        )
+    check_blocks(model, blocks)
+    weights.check_placed(model)
 
 
 class _Learning:

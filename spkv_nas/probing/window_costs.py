@@ -19,7 +19,7 @@ gain and lost .05 nats (reports/LOG.md).
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -104,39 +104,31 @@ def window_costs(
     num_blocks = usual_blocks(blocks.block_size) if num_blocks is None else num_blocks
     order = np.random.default_rng(seed).permutation(blocks.num_blocks)[:num_blocks]
     with model_windows.full_attention(model) as states:
-        layers = local_layers.candidate_layers(states)
-        of_layers = _costs(model, states, layers, blocks, order, measured, sinks, seed, progress)
+        expansion = _Expansion(model, states, blocks, order, measured, sinks, seed)
+        costs = expansion.measure(progress)
         native = local_layers.native_windows(states)
-    unchanged = nll.document_nll(
-        model, blocks.nested([min(NLL_BLOCKS, blocks.num_blocks)])[0], batch_size=1
-    ).mean
-    # By block: [N, L, Hkv, W]
-    costs = np.zeros((len(order), len(states), *of_layers.shape[2:]))
-    costs[:, layers] = of_layers
+    nll_text = blocks.nested([min(NLL_BLOCKS, blocks.num_blocks)])[0]
+    unchanged = nll.document_nll(model, nll_text, batch_size=1).mean
+    # Build the table
     means, by_window = _means(blocks, order, costs, measured, window)
-    costs_of_heads = np.where(
-        head_cells(heads_per_layer(states))[..., None], by_window.values, np.nan
-    )
-    facts = {
-        **(metadata or {}),
-        "nll": round(unchanged, 4),
-        "blocks": len(order),
-        "seed": seed,
-        **native,
-    }
+    facts = {**(metadata or {}), "nll": round(unchanged, 4), "blocks": len(order), "seed": seed}
+    facts |= native
     facts |= {"sinks": sinks} if sinks else {}
-    record: dict[str, Any] = {
-        "name": name,
-        "metadata": facts,
-        "kind": kinds.GAIN,
-        "unit": kinds.NATS,
-    }
-    record["heads_per_layer"] = heads_per_layer(states)
-    num_passes = passes(len(measured), len(order)) * len(order) / blocks.num_blocks
     table = heads.signal_table(
-        "window-costs", means, window, passes=num_passes, tokens=blocks.tokens.size, **record
+        "window-costs",
+        means,
+        window,
+        passes=passes(len(measured), len(order)) * len(order) / blocks.num_blocks,
+        tokens=blocks.tokens.size,
+        name=name,
+        metadata=facts,
+        kind=kinds.GAIN,
+        unit=kinds.NATS,
+        heads_per_layer=heads_per_layer(states),
     )
-    return replace(table, window_costs=replace(by_window, values=costs_of_heads))
+    is_head = head_cells(heads_per_layer(states))[..., None]
+    of_heads = np.where(is_head, by_window.values, np.nan)
+    return replace(table, window_costs=replace(by_window, values=of_heads))
 
 
 def _means(
@@ -166,97 +158,116 @@ def _means(
     return means, head_tables.WindowCosts(windows, np.stack(by_domain), domains)
 
 
-def _costs(
-    model: PreTrainedModel,
-    states: Sequence[LayerState],
-    layers: Sequence[int],
-    blocks: TokenBlocks,
-    order: arrays.Int,
-    windows: Sequence[int],
-    sinks: int,
-    seed: int,
-    progress: Progress | None,
-) -> Float:
-    """Compute the costs of every block in ``order`` [N, layers, Hkv, W]; must be called on all ranks.
+@dataclass(frozen=True)
+class _Expansion:
+    """Second-order expansion of the loss of windows, on a model whose attention is hooked."""
 
-    ``layers`` are those whose heads can be global. Losses are summed over the tokens to predict, of which blocks of
-    separate documents have fewer than others, and divided by those of a block of one document.
-    """
-    grid = len(layers), max(heads_per_layer(states)), len(windows)
-    block_targets = blocks.block_size - 1
-    draws = num_draws(len(order))
+    model: PreTrainedModel
+    states: Sequence[LayerState]
+    blocks: TokenBlocks
+    order: arrays.Int  # [N], the blocks to measure on
+    windows: Sequence[int]  # [W] ascending, in keys
+    sinks: int  # first tokens that local heads see as well
+    seed: int  # of the tokens that are drawn
 
-    def costs(part: range) -> list[Float]:
-        """Compute those of some blocks in one pass of each kind."""
-        indices = order[part.start : part.stop]
-        inputs = blocks.boundaries.inputs(
-            block_tokens(blocks.part(indices), 0, len(part), input_device(model))
-        )
-        # What a window costs the head alone, and its product with the widest one
-        alone = np.zeros((grid[0], len(part), *grid[1:]))
-        with_widest = np.zeros_like(alone)
-        shares = _observed(model, states, layers, windows, sinks, len(part), is_halfway=False)
-        numbers = [
-            np.random.default_rng([seed, index]).random((draws, block_targets)) for index in indices
-        ]
-        uniforms = torch.from_numpy(np.stack(numbers, 1))
-        for draw, total in enumerate(loss.sampled_nlls(model, uniforms=uniforms, **inputs), 1):
-            (gradient,) = torch.autograd.grad(total, shares, retain_graph=draw < draws)
-            frozen.check_finite(
-                "window costs: the loss", float(total.detach()), part.start + 1, gradient
-            )
-            slope = gradient.double().cpu().numpy()
-            alone += slope**2 / (2.0 * draws * block_targets)
-            with_widest += slope * slope[..., -1:] / (2.0 * draws * block_targets)
-        del total, gradient  # and the graph, before the next pass
-        # What it costs beside other heads at the widest window
-        shares = _observed(model, states, layers, windows, sinks, len(part), is_halfway=True)
-        num_targets = blocks.boundaries.num_measured(blocks.marked(indices))[0]
-        divergence = loss.mean_divergence(
-            model, reference=partial(head_gates.unobserved, states), **inputs
-        )
-        divergence = divergence * (num_targets / block_targets)
-        (gradient,) = torch.autograd.grad(divergence, shares)
-        frozen.check_finite(
-            "window costs: the loss", float(divergence.detach()), part.start + 1, gradient
-        )
-        beside_others = gradient.double().cpu().numpy() - with_widest
+    @property
+    def layers(self) -> list[int]:
+        """Return the layers whose heads can be global."""
+        return local_layers.candidate_layers(self.states)
+
+    @property
+    def num_heads(self) -> int:
+        """Return the KV heads Hkv of a layer, the most if layers differ."""
+        return max(heads_per_layer(self.states))
+
+    def measure(self, progress: Progress | None) -> Float:
+        """Compute the costs of every block in ``order`` [N, L, Hkv, W]; must be called on all ranks.
+
+        Costs in layers that are local by design are 0. Losses are summed over the tokens to predict, of which blocks of
+        separate documents have fewer than others, and divided by those of a block of one document.
+        """
+        # Each rank computes its share of the blocks
+        rank_share = distributed.own_share(len(self.order))
+        by_block = np.zeros((len(self.order), len(self.layers), self.num_heads, len(self.windows)))
+        length = self.blocks.block_size
+        num_blocks = len(rank_share)
+        if input_device(self.model).type == "cpu":  # where larger passes are no faster
+            num_blocks = max(1, defaults.LEARNING_TOKENS // length)
+        with frozen.frozen_within_memory(
+            self.model, length, max(1, num_blocks), attentions=len(self.windows) + 1
+        ) as micro_batch:
+            computed = micro_batch.run_all(self._block_costs, rank_share, progress)
+            for index, block_costs in zip(rank_share, computed, strict=True):
+                by_block[index] = block_costs
+        costs = np.zeros((len(self.order), len(self.states), *by_block.shape[2:]))
+        costs[:, self.layers] = distributed.sum_over_processes(by_block)
+        return costs
+
+    def _block_costs(self, part: range) -> list[Float]:
+        """Compute the costs [layers, Hkv, W] of a ``part`` of ``order``, in one pass of each kind."""
+        indices = self.order[part.start : part.stop]
+        tokens = block_tokens(self.blocks.part(indices), 0, len(part), input_device(self.model))
+        inputs = self.blocks.boundaries.inputs(tokens)
+        number = part.start + 1
+        alone, with_widest = self._single_heads(indices, inputs, number)
+        beside_others = self._halfway_slope(indices, inputs, number) - with_widest
         return list((alone + beside_others).swapaxes(0, 1))
 
-    # Each rank computes its share of the blocks
-    rank_share = distributed.own_share(len(order))
-    by_block = np.zeros((len(order), *grid))
-    on_cpu = input_device(model).type == "cpu"  # where larger passes are no faster
-    per_pass = max(1, defaults.LEARNING_TOKENS // blocks.block_size if on_cpu else len(rank_share))
-    with frozen.frozen_within_memory(
-        model, blocks.block_size, per_pass, attentions=grid[2] + 1
-    ) as micro_batch:
-        for index, block_costs in zip(
-            rank_share, micro_batch.run_all(costs, rank_share, progress), strict=True
-        ):
-            by_block[index] = block_costs
-    return distributed.sum_over_processes(by_block)
+    def _single_heads(
+        self, indices: arrays.Int, inputs: dict[str, torch.Tensor], number: int
+    ) -> tuple[Float, Float]:
+        """Compute what a window costs a head alone, and its product with the widest window, [layers, B, Hkv, W] each.
 
+        ``inputs`` are those of the B blocks with ``indices``, of which the first is the one with ``number`` from 1.
+        """
+        draws = num_draws(len(self.order))
+        num_targets = self.blocks.block_size - 1
+        numbers = [
+            np.random.default_rng([self.seed, index]).random((draws, num_targets))
+            for index in indices
+        ]
+        uniforms = torch.from_numpy(np.stack(numbers, 1))
+        shares = self._observe(len(indices), is_halfway=False)
+        alone = np.zeros(shares.shape)
+        with_widest = np.zeros(shares.shape)
+        for draw, total in enumerate(loss.sampled_nlls(self.model, uniforms=uniforms, **inputs), 1):
+            slope = _slope(total, shares, number, retain_graph=draw < draws)
+            alone += slope**2 / (2.0 * draws * num_targets)
+            with_widest += slope * slope[..., -1:] / (2.0 * draws * num_targets)
+        return alone, with_widest
 
-def _observed(
-    model: PreTrainedModel,
-    states: Sequence[LayerState],
-    layers: Sequence[int],
-    windows: Sequence[int],
-    sinks: int,
-    num_blocks: int,
-    *,
-    is_halfway: bool,
-) -> torch.Tensor:
-    """Observe attention in ``layers`` by ``frozen.Differences``, and return their shares [layers, B, Hkv, W]."""
-    grid = len(layers), num_blocks, max(heads_per_layer(states)), len(windows)
-    shares = torch.zeros(grid, device=input_device(model)).requires_grad_()
-    for layer, share in zip(layers, shares, strict=True):
-        of_heads = share[:, : states[layer].num_kv_heads].to(model.dtype)
-        states[layer].observer = frozen.Differences(
-            states[layer], of_heads, windows, sinks, is_halfway=is_halfway
+    def _halfway_slope(
+        self, indices: arrays.Int, inputs: dict[str, torch.Tensor], number: int
+    ) -> Float:
+        """Compute the slope of the divergence halfway to the widest window [layers, B, Hkv, W]; arguments as above."""
+        shares = self._observe(len(indices), is_halfway=True)
+        num_targets, _ = self.blocks.boundaries.num_measured(self.blocks.marked(indices))
+        divergence = loss.mean_divergence(
+            self.model, reference=partial(head_gates.unobserved, self.states), **inputs
         )
-    return shares
+        weight = num_targets / (self.blocks.block_size - 1)
+        return _slope(divergence * weight, shares, number)
+
+    def _observe(self, num_blocks: int, *, is_halfway: bool) -> torch.Tensor:
+        """Observe attention by ``frozen.Differences``, and return their shares [layers, B, Hkv, W], which are 0."""
+        size = (len(self.layers), num_blocks, self.num_heads, len(self.windows))
+        shares = torch.zeros(size, device=input_device(self.model)).requires_grad_()
+        for layer, share in zip(self.layers, shares, strict=True):
+            state = self.states[layer]
+            of_heads = share[:, : state.num_kv_heads].to(self.model.dtype)
+            state.observer = frozen.Differences(
+                state, of_heads, self.windows, self.sinks, is_halfway=is_halfway
+            )
+        return shares
+
+
+def _slope(
+    total: torch.Tensor, shares: torch.Tensor, number: int, *, retain_graph: bool = False
+) -> Float:
+    """Return the gradient of a loss in its ``shares``; ``UserError`` with the ``number`` of a block if not finite."""
+    (gradient,) = torch.autograd.grad(total, shares, retain_graph=retain_graph)
+    frozen.check_finite("window costs: the loss", float(total.detach()), number, gradient)
+    return gradient.double().cpu().numpy()
 
 
 def passes(num_windows: int, num_blocks: int = MOST_BLOCKS) -> float:

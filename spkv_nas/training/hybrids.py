@@ -147,27 +147,15 @@ def compare(
         # Train or read the run
         if (name, seed) not in finished_runs:
             reporter.announce(f"{name}, seed {seed} ({number} of {len(runs)})")
-        variant = variants[name]
         branch = context.train(variants[name], seed)
         finished[name].append(branch)
-        # Announce the change of the control by retraining, or warn about a layout that became worse
-        if name == comparison.FULL_ATTENTION:
-            compare_control(branch.nll, untrained[comparison.DENSE], recipe, reporter)
-        elif name in untrained:
-            caution_if_worse(name, branch.nll, untrained[name], reporter)
-        models.append(
-            TrainedModel(
-                name, seed, variant.layout.hash if variant.layout else "", branch.checkpoint
-            )
-        )
+        _report_change(name, branch.nll, untrained, recipe, reporter)
+        layout = variants[name].layout
+        layout_hash = "" if layout is None else layout.hash
+        models.append(TrainedModel(name, seed, layout_hash, branch.checkpoint))
         # Compare what is finished
         rows = comparison_rows(finished, variants, covered, untrained, recipe, names)
-        documents = {comparison.DENSE: untrained[comparison.DENSE]}
-        documents |= {
-            name: _mean([b.nll for b in branches])
-            for name, branches in finished.items()
-            if branches
-        }
+        documents = _mean_documents(finished, untrained[comparison.DENSE])
         # Check the gain of the control, unless the recipe trains the model itself
         if not sentence and recipe.dense is None:
             sentence = control_alarm(
@@ -291,6 +279,17 @@ def comparison_rows(
     return pd.DataFrame(rows, columns=list(comparison.COLUMNS))
 
 
+def _mean_documents(
+    finished: Mapping[str, Sequence[Branch]], dense: paired.DocumentNLL
+) -> dict[str, paired.DocumentNLL]:
+    """Return the held-out NLL by document, as the mean over seeds, of the dense model and of the finished branches."""
+    documents = {comparison.DENSE: dense}
+    for name, branches in finished.items():
+        if branches:
+            documents[name] = _mean([branch.nll for branch in branches])
+    return documents
+
+
 def _nll_columns(
     nll: paired.DocumentNLL, dense: paired.DocumentNLL, control: paired.DocumentNLL
 ) -> dict[str, float]:
@@ -409,6 +408,20 @@ def compare_control(
             "the recipe's dense phase ends at its peak learning rate, and branches are its decay: every row gains by "
             "it, so the change against the control says what a layout costs"
         )
+
+
+def _report_change(
+    name: str,
+    retrained: paired.DocumentNLL,
+    untrained: Mapping[str, paired.DocumentNLL],
+    recipe: Recipe,
+    reporter: progress.Reporter,
+) -> None:
+    """Announce the change of the control by retraining, or warn about a layout that became worse."""
+    if name == comparison.FULL_ATTENTION:
+        compare_control(retrained, untrained[comparison.DENSE], recipe, reporter)
+    elif name in untrained:
+        caution_if_worse(name, retrained, untrained[name], reporter)
 
 
 def caution_if_worse(

@@ -9,7 +9,6 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -58,18 +57,11 @@ def retrain(
 
     Raises ``UserError``: there is too little text or time, or a layout does not fit the model.
     """
-    # Hold out a part, and name the runs by all that decides the number of steps
     try:
         corpus = Corpus(tokenizer, *hold_out(blocks, HELD_OUT_TOKENS, _HELD_OUT))
     except errors.UserError as error:
         raise errors.UserError("too few documents to retrain on: give more text") from error
-    parts = [
-        checkpoint.checkpoint_hash(model),
-        corpus.text,
-        repr(length),
-        *(layout.content for layout in layouts),
-    ]
-    folder = runs / f"retraining-{hashlib.sha256(repr(parts).encode()).hexdigest()[:12]}"
+    folder = runs / _folder_name(layouts, model, corpus, length)
     # Write the recipe, or read that of the interrupted run
     file = folder / "recipe.yaml"
     dense = source.resolve(model)
@@ -95,6 +87,17 @@ def retrain(
     return checkpoints
 
 
+def _folder_name(layouts: Sequence[Layout], model: str, corpus: Corpus, length: float | int) -> str:
+    """Return the name of the folder of runs, by a hash of all that decides the number of steps."""
+    parts = [
+        checkpoint.checkpoint_hash(model),
+        corpus.text,
+        repr(length),
+        *(layout.content for layout in layouts),
+    ]
+    return f"retraining-{hashlib.sha256(repr(parts).encode()).hexdigest()[:12]}"
+
+
 def _recipe(
     layouts: Sequence[Layout],
     dense: Path,
@@ -109,8 +112,9 @@ def _recipe(
 
     def of(steps: int) -> Recipe:
         every = max(1, min(200, steps // _CHECKPOINTS))
-        recipe = _recipe_of_blocks(dense, corpus, steps, batch_size, checkpoint_every=every)
-        return recipe.resolve_precision(device_name)
+        return _recipe_of_blocks(
+            dense, corpus, device_name, steps, batch_size, checkpoint_every=every
+        )
 
     if isinstance(length, int):
         return of(length)
@@ -182,23 +186,18 @@ def train_hybrids(
     Raises ``UserError``: the model has gates or a layout, a layout does not fit it, or the blocks differ in length.
     """
     _check(model, blocks, heldout)
-    # Write the dense model that all runs start from
     named = dict(zero_shot.by_name(layouts))
     runs = Path(folder)
     corpus = Corpus(tokenizer, blocks, heldout)
-    distributed.on_main(lambda: _write(model, tokenizer, runs / "dense"))
-    checkpoint.forget_loaded(
-        runs / "dense"
-    )  # earlier calls may have loaded the folder's former model
-    # Train and compare
+    # Write the dense model that all runs start from
+    dense = runs / "dense"
+    _write(model, tokenizer, dense)
     recipe = _recipe_of_blocks(
-        runs / "dense", corpus, steps, batch_size, learning_rate, distill, seed=seed
+        dense, corpus, model.device.type, steps, batch_size, learning_rate, distill, seed=seed
     )
-    recipe = recipe.resolve_precision(model.device.type)
     join_processes(recipe, model.device.type)
-    context = branches.BranchContext(
-        recipe, corpus, runs / "dense", runs, model.device.type, Reporter.of(progress)
-    )
+    reporter = Reporter.of(progress)
+    context = branches.BranchContext(recipe, corpus, dense, runs, model.device.type, reporter)
     return hybrids.compare(context, named, dict.fromkeys(named, math.nan), runs, reference=False)
 
 
@@ -221,22 +220,31 @@ def _check(model: PreTrainedModel, blocks: TokenBlocks, heldout: TokenBlocks) ->
 
 
 def _write(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    with replace.new_folder(folder) as new:
-        checkpoint.save(model, tokenizer, new)
+    """Write a dense model to ``folder``, in place of the one of an earlier call; must be called on all ranks."""
+
+    def save() -> None:
+        with replace.new_folder(folder) as new:
+            checkpoint.save(model, tokenizer, new)
+
+    distributed.on_main(save)
+    # An earlier call may have loaded the model that it replaces
+    checkpoint.forget_loaded(folder)
 
 
 def _recipe_of_blocks(
     dense: Path,
     corpus: Corpus,
+    device_name: str,
     steps: int,
     batch_size: int,
     learning_rate: float | None = None,
     distill: float = 0.5,
-    **keys: Any,
+    **keys: int,
 ) -> Recipe:
-    """Return a recipe that names its text by its hash, with further ``keys``; ``distill`` is 0 or the teacher's weight.
+    """Return a recipe for a device that names its text by its hash, with further ``keys``.
 
-    Without a learning rate, it is that of ``init`` for a finished model. Raises ``UserError``: a setting is invalid.
+    ``distill`` is the weight of the teacher, or 0. Without a learning rate, it is that of ``init`` for a finished
+    model. Raises ``UserError``: a setting is invalid.
     """
     if learning_rate is None:
         num_parameters = checkpoint.read_size(str(dense)).without_embeddings
@@ -258,4 +266,4 @@ def _recipe_of_blocks(
         "evaluation": {"batch_size": batch_size},
         **keys,
     }
-    return schema.validate(Recipe, settings, "train_hybrids")
+    return schema.validate(Recipe, settings, "train_hybrids").resolve_precision(device_name)
