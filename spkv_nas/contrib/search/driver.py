@@ -210,46 +210,19 @@ class Search:
         self._reporter.reused(len(finished(study, len(layouts))), len(layouts), "retrainings")
 
         def run(trial: optuna.Trial, index: int) -> list[float]:
-            """Retrain a layout and the control briefly, and in full unless the layout is pruned."""
-            percent = math.nan
-            for step, fidelity in enumerate(get_args(Retraining)):
-                self.evaluator.retrain(fidelity, None)
-                title = f"{layouts[index].strategy} {layouts[index].hash}"
-                self._reporter.announce(
-                    f"{fidelity} retraining: {title} ({index + 1} of {len(layouts)})"
-                )
-                self.evaluator.retrain(fidelity, layouts[index])
-                percent = self.evaluator.retrained(fidelity, [layouts[index]])[0].percent
-                if math.isnan(
-                    percent
-                ):  # which Optuna records as failed, so that the task would be free again
-                    raise UserError(
-                        f"the {fidelity} retraining of {title} has no NLL: remove its folder"
-                    )
-                trial.report(percent, step)
-                if (
-                    step == 0
-                    and layouts[index].content_hash not in never_pruned
-                    and trial.should_prune()
-                ):
-                    raise optuna.TrialPruned
-            return [percent]
+            """Run one task: retrain a layout."""
+            layout = layouts[index]
+            title = f"{layout.strategy} {layout.hash} ({index + 1} of {len(layouts)})"
+            is_prunable = layout.content_hash not in never_pruned
+            return [self._retrain_layout(trial, layout, title, is_prunable=is_prunable)]
 
         done = work(study, len(layouts), run)
         # Add the results to the trials
         complete = [
             layouts[index] for index, trial in done.items() if trial.state == TrialState.COMPLETE
         ]
-        short, full = (
-            dict(
-                zip(
-                    (layout.content_hash for layout in part),
-                    self.evaluator.retrained(fidelity, part),
-                    strict=True,
-                )
-            )
-            for fidelity, part in zip(get_args(Retraining), (layouts, complete), strict=True)
-        )
+        short = self._changes("short", layouts)
+        full = self._changes("full", complete)
         return [
             replace(
                 trial,
@@ -258,6 +231,37 @@ class Search:
             )
             for trial in trials
         ]
+
+    def _retrain_layout(
+        self, trial: optuna.Trial, layout: Layout, title: str, *, is_prunable: bool
+    ) -> float:
+        """Retrain a layout and the control briefly, and in full unless the layout is pruned; return its change of NLL.
+
+        The change is in percent. Raises ``TrialPruned``, and ``UserError`` for a retraining without an NLL.
+        """
+        percent = math.nan
+        for step, fidelity in enumerate(get_args(Retraining)):
+            self.evaluator.retrain(fidelity, None)
+            self._reporter.announce(f"{fidelity} retraining: {title}")
+            self.evaluator.retrain(fidelity, layout)
+            percent = self.evaluator.retrained(fidelity, [layout])[0].percent
+            # Optuna would record NaN as failed, so that the task would be free again
+            if math.isnan(percent):
+                raise UserError(
+                    f"the {fidelity} retraining of {layout.strategy} {layout.hash} has no NLL: remove its folder"
+                )
+            trial.report(percent, step)
+            if fidelity == "short" and is_prunable and trial.should_prune():
+                raise optuna.TrialPruned
+        return percent
+
+    def _changes(
+        self, fidelity: Retraining, layouts: Sequence[Layout]
+    ) -> dict[str, PairedDifference]:
+        """Return the change of NLL of each retrained layout, by content hash."""
+        changes = self.evaluator.retrained(fidelity, layouts)
+        hashes = [layout.content_hash for layout in layouts]
+        return dict(zip(hashes, changes, strict=True))
 
 
 def _hash(content: Any) -> str:

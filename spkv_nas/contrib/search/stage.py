@@ -197,66 +197,100 @@ def recommend(search: driver.Search, trials: Sequence[Trial]) -> Recommendation 
     A layout beats the start if the whole 95 % interval of their paired difference is below 0, after full retraining on
     documents that the search did not use, where there is any. None may cost more than the start.
     """
-    evaluator = search.evaluator
-    start = best_start(trials, search.starts)
-    tokens = evaluator.evaluation_tokens
-    number = evaluator.num_selection_documents
+    number = search.evaluator.num_selection_documents
     # Do not rank by few documents
     if number < MIN_DOCUMENTS:
         first = next(iter(search.starts.values()), None)
+        if first is None:
+            return None
         reason = f"{number} documents are too few to rank layouts (at least {MIN_DOCUMENTS}): search on more text"
-        return (
-            None
-            if first is None
-            else Recommendation(first, f"{reason}; {first.strategy} is the first start")
-        )
+        return Recommendation(first, f"{reason}; {first.strategy} is the first start")
     # Select by short retraining among those retrained in full, else by scores; the full result stays unbiased
-    known = set() if start is None else {layout.content_hash for layout in search.starts.values()}
-    others = [
-        each
-        for each in trials
-        if each.layout.content_hash not in known and search.space.contains(each.layout)
-    ]
-    if start is not None and start.cost is not None:
-        others = [trial for trial in others if trial.cost is not None and trial.cost <= start.cost]
+    start = best_start(trials, search.starts)
+    others = _rivals(search, trials, start)
     retrained = [trial for trial in others if trial.full is not None]
     is_fair = (
         bool(retrained)
-        and (tokens > 0).sum() >= MIN_DOCUMENTS
+        and _num_evaluation_documents(search) >= MIN_DOCUMENTS
         and (start is None or start.full is not None)
     )
     pool = retrained if is_fair else others
-    if not pool:
-        return (
-            None
-            if start is None
-            else Recommendation(_named(start), f"the search found nothing besides {start.name}")
-        )
-    best = min(
-        pool,
-        key=lambda trial: (trial.short if is_fair and trial.short else trial.zero_shot).percent,
-    )
-    num_layouts = len(known | {trial.layout.content_hash for trial in others})
+    if pool:
+        best = min(pool, key=_briefly_retrained if is_fair else _scored)
+        return _recommend_best(search, best, start, others, is_fair=is_fair)
+    if start is None:
+        return None
+    return Recommendation(_named(start), f"the search found nothing besides {start.name}")
+
+
+def _rivals(search: driver.Search, trials: Sequence[Trial], start: Trial | None) -> list[Trial]:
+    """Return the trials in the space whose layouts are not those started from, and that cost no more than ``start``."""
+    if start is None:
+        return [trial for trial in trials if search.space.contains(trial.layout)]
+    starts = {layout.content_hash for layout in search.starts.values()}
+    rivals = [
+        trial
+        for trial in trials
+        if trial.layout.content_hash not in starts and search.space.contains(trial.layout)
+    ]
+    if start.cost is None:
+        return rivals
+    return [trial for trial in rivals if trial.cost is not None and trial.cost <= start.cost]
+
+
+def _scored(trial: Trial) -> float:
+    """Return the change of NLL without training, in percent."""
+    return trial.zero_shot.percent
+
+
+def _briefly_retrained(trial: Trial) -> float:
+    """Return the change of NLL after short retraining if there is one, else without training, in percent."""
+    return (trial.short or trial.zero_shot).percent
+
+
+def _num_evaluation_documents(search: driver.Search) -> int:
+    """Return the number of documents that selected nothing."""
+    return int((search.evaluator.evaluation_tokens > 0).sum())
+
+
+def _recommend_best(
+    search: driver.Search,
+    best: Trial,
+    start: Trial | None,
+    others: Sequence[Trial],
+    *,
+    is_fair: bool,
+) -> Recommendation:
+    """Recommend the ``best`` of ``others`` if it beats the start, by full retraining if that ``is_fair``."""
+    evaluator = search.evaluator
+    number = evaluator.num_selection_documents
+    layouts = {trial.layout.content_hash for trial in others}
+    if start is not None:
+        layouts |= {layout.content_hash for layout in search.starts.values()}
     where = (
-        f"on the {number} documents that selected it among {num_layouts} layouts, without training"
+        f"on the {number} documents that selected it among {len(layouts)} layouts, without training"
     )
     if is_fair:
-        where = f"after full retraining, on {(tokens > 0).sum()} documents that selected nothing"
+        where = f"after full retraining, on {_num_evaluation_documents(search)} documents that selected nothing"
     if start is None:
         by = "after short retraining" if is_fair else where
         return Recommendation(_named(best), f"{best.name} has the lowest NLL {by}")
     # Compare it with the start, paired by document
-    pair = [best.layout], start.layout
-    (change,) = evaluator.retrained("full", *pair) if is_fair else evaluator.score(*pair)
-    errors = statistics.critical_errors(statistics.effective_number(tokens) if is_fair else number)
+    if is_fair:
+        (change,) = evaluator.retrained("full", [best.layout], start.layout)
+        num_documents = statistics.effective_number(evaluator.evaluation_tokens)
+        beats = f"{best.name} beats {start.name}"
+        advice = ""
+    else:
+        (change,) = evaluator.score([best.layout], start.layout)
+        num_documents = number
+        beats = f"{best.name} scores lower than {start.name}"
+        advice = "; retrain it to confirm that"
+    result = f"the best start: {_text(change)} {where}"
+    errors = statistics.critical_errors(num_documents)
     if change.percent + errors * change.standard_error < 0:
-        verb, to_do = (
-            ("beats", "") if is_fair else ("scores lower than", "; retrain it to confirm that")
-        )
-        reason = f"{best.name} {verb} {start.name}, the best start: {_text(change)} {where}{to_do}"
-        return Recommendation(_named(best), reason)
-    reason = f"{best.name} does not beat {start.name}, the best start: {_text(change)} {where}"
-    return Recommendation(_named(start), reason)
+        return Recommendation(_named(best), f"{beats}, {result}{advice}")
+    return Recommendation(_named(start), f"{best.name} does not beat {start.name}, {result}")
 
 
 def _named(trial: Trial) -> Layout:

@@ -17,6 +17,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -63,17 +64,17 @@ class Agreement:
         def column(name: str) -> arrays.Float:
             """Return [P, N] from a list per line, padded with NaN."""
             rows = [torch.tensor(line[name], dtype=torch.float64) for line in lines]
-            return torch.nn.utils.rnn.pad_sequence(
-                rows, batch_first=True, padding_value=np.nan
-            ).numpy()
+            padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=np.nan)
+            return padded.numpy()
 
         equal = column("equal")
-        # Greedy drafts are accepted where the most probable tokens are equal
-        accepted, kept = (
-            (equal, equal) if temperature == 0 else (column("accepted"), column("kept"))
-        )
         document = np.array([line["document"] for line in lines], dtype=np.int64)
-        return cls(temperature, document, equal, accepted, kept)
+        if temperature == 0:
+            # Greedy drafts are accepted where the most probable tokens are equal
+            return cls(temperature, document, equal=equal, accepted=equal, kept=equal)
+        return cls(
+            temperature, document, equal=equal, accepted=column("accepted"), kept=column("kept")
+        )
 
     @property
     def num_tokens(self) -> NDArray[np.int64]:
@@ -83,10 +84,11 @@ class Agreement:
     def ratio(self, values: NDArray[Any], bases: NDArray[Any]) -> tuple[float, float]:
         """Return (sum of values / sum of bases [P], its standard error), with documents as clusters."""
         _, document = np.unique(self.document, return_inverse=True)
-        sums = [np.bincount(document, column).astype(np.float64) for column in (values, bases)]
-        ratio, error = (float(number) for number in statistics.jackknife_ratio(*sums))
+        document_values = np.bincount(document, values).astype(np.float64)
+        document_bases = np.bincount(document, bases).astype(np.float64)
+        ratio, error = map(float, statistics.jackknife_ratio(document_values, document_bases))
         if error == 0.0 and ratio in (0.0, 1.0):
-            error = statistics.unseen_share(len(sums[0])) / statistics.NORMAL_95
+            error = statistics.unseen_share(len(document_bases)) / statistics.NORMAL_95
         return ratio, error
 
 
@@ -138,9 +140,8 @@ def compare(
         equal = (logits.argmax(-1) == dense_logits.argmax(-1)).long().cpu()
         if temperature == 0:
             return {"equal": equal}
-        log_q, log_p = (
-            (scores.float() / temperature).log_softmax(-1) for scores in (logits, dense_logits)
-        )
+        log_q = (logits.float() / temperature).log_softmax(-1)
+        log_p = (dense_logits.float() / temperature).log_softmax(-1)
         # Sum of min(p, q), as 1 - sum |p - q| / 2: exactly 1 for equal distributions
         accepted = 1.0 - (log_p.exp() - log_q.exp()).abs().sum(-1) / 2
         log_ratio = (log_q - log_p).gather(-1, tokens[..., None].to(log_q.device))[..., 0]
@@ -174,6 +175,58 @@ def agreement_table(results: Mapping[str, Agreement], draft_tokens: Sequence[int
 
 
 @dataclass(frozen=True)
+class Comparison:
+    """A model and a dense one that continues the prompts ``blocks`` by ``new_tokens``; ``folder`` has finished work."""
+
+    model: samples.Checkpoint
+    dense: samples.Checkpoint
+    blocks: TokenBlocks
+    new_tokens: int
+    seed: int
+    folder: Path
+    reporter: progress.Reporter
+
+    def measure(self, decoding: str, temperature: float) -> Agreement:
+        """Measure one decoding of the dense model, reusing what is finished."""
+        # Continue the prompts
+        prompts = hashlib.sha256(self.blocks.tokens.tobytes()).hexdigest()
+        seed = f" seed {self.seed}" if temperature else ""
+        written_by = self.dense.identity(
+            f"{prompts} {self.new_tokens} temperature {temperature}{seed}"
+        )
+        with self.dense.hard(), self.reporter.bar(f"continuing, {decoding}") as bar:
+            write = partial(
+                continuations.write_continuations,
+                self.dense.model,
+                self.dense.tokenizer,
+                self.blocks,
+                self.new_tokens,
+                temperature=temperature,
+                seed=self.seed,
+                progress=bar,
+            )
+            texts = samples.kept_samples(
+                self.folder, f"{decoding}-continuations", written_by, write
+            )
+        # Compare the models on the continuations
+        compared = self.model.identity(f"{self.model.origin['tau']} after {written_by}")
+        bar_title = f"comparing, {decoding}"
+        with self.model.hard(), self.dense.hard(), self.reporter.bar(bar_title) as bar:
+            compare_both = partial(
+                compare,
+                self.model.model,
+                self.dense.model,
+                self.blocks,
+                texts,
+                self.new_tokens,
+                temperature=temperature,
+                progress=bar,
+            )
+            lines = samples.kept_samples(self.folder, decoding, compared, compare_both)
+            return Agreement.of(lines, temperature)
+
+
+@dataclass(frozen=True)
 class AgreementResult(samples.SampledTable):
     """Table of ``agreement_table`` with the dense model ``against``."""
 
@@ -197,40 +250,20 @@ def run(
     model = samples.Checkpoint(subject.source, measured.model, measured.tokenizer, options.tau)
     dense = samples.Checkpoint.load(options, options.dense, None, reporter)
     micro_batch.check_positions(dense.model, length, "--context")
-    sizes = model_shape.vocabulary_size(model.model), model_shape.vocabulary_size(dense.model)
-    if sizes[0] != sizes[1]:
-        raise errors.UserError(
-            f"the model predicts {sizes[0]} tokens and the dense model {sizes[1]} (vocab_size), so their distributions "
-            "differ in length\ncompare models of equal vocab_size"
-        )
-    sample_folder = options.folders.run_dir(subject.name) / "agreement"
-    blocks = measured.blocks
-    key = hashlib.sha256(blocks.tokens.tobytes()).hexdigest()
-
-    def measure(decoding: str, temperature: float) -> Agreement:
-        """Measure one decoding of the dense model, reusing what is finished."""
-        # Continue the prompts
-        drawn = f" seed {options.seed}" if temperature else ""
-        written_by = dense.identity(f"{key} {new_tokens} temperature {temperature}{drawn}")
-        with dense.hard(), reporter.bar(f"continuing, {decoding}") as bar:
-            write = partial(
-                continuations.write_continuations, dense.model, dense.tokenizer, blocks, new_tokens
-            )
-            write = partial(write, temperature=temperature, seed=options.seed, progress=bar)
-            texts = samples.kept_samples(
-                sample_folder, f"{decoding}-continuations", written_by, write
-            )
-        # Compare the models on the continuations
-        compared = model.identity(f"{model.origin['tau']} after {written_by}")
-        with model.hard(), dense.hard(), reporter.bar(f"comparing, {decoding}") as bar:
-            pair = partial(compare, model.model, dense.model, blocks, texts, new_tokens)
-            pair = partial(pair, temperature=temperature, progress=bar)
-            return Agreement.of(
-                samples.kept_samples(sample_folder, decoding, compared, pair), temperature
-            )
-
+    check_vocabulary(model.model, dense.model)
+    # Compare them in each decoding
+    comparison = Comparison(
+        model=model,
+        dense=dense,
+        blocks=measured.blocks,
+        new_tokens=new_tokens,
+        seed=options.seed,
+        folder=options.folders.run_dir(subject.name) / "agreement",
+        reporter=reporter,
+    )
     results = {
-        decoding: measure(decoding, temperature) for decoding, temperature in _TEMPERATURES.items()
+        decoding: comparison.measure(decoding, temperature)
+        for decoding, temperature in _TEMPERATURES.items()
     }
     # Write the table
     rows = agreement_table(results, DRAFT_TOKENS)
@@ -244,9 +277,19 @@ def run(
     }
     folder = options.folders.report_dir(subject.name)
     distributed.on_main(lambda: AGREEMENT.write(folder, rows, record, reporter))
-    return commands.Result(
-        AgreementResult(subject.name, rows, folder, sample_folder, options.dense), show
-    )
+    result = AgreementResult(subject.name, rows, folder, comparison.folder, options.dense)
+    return commands.Result(result, show)
+
+
+def check_vocabulary(model: PreTrainedModel, dense: PreTrainedModel) -> None:
+    """Raise ``UserError`` unless both models predict distributions over equally many tokens."""
+    num_tokens = model_shape.vocabulary_size(model)
+    num_dense_tokens = model_shape.vocabulary_size(dense)
+    if num_tokens != num_dense_tokens:
+        raise errors.UserError(
+            f"the model predicts {num_tokens} tokens and the dense model {num_dense_tokens} (vocab_size), so their "
+            "distributions differ in length\ncompare models of equal vocab_size"
+        )
 
 
 def show(result: AgreementResult) -> None:
@@ -255,7 +298,8 @@ def show(result: AgreementResult) -> None:
     name = console.escape(result.name)
     dense = console.escape(result.against)
     # Print the agreement of greedy decoding, and the acceptance of sampling
-    greedy, sampled = (rows[rows["decoding"] == decoding].iloc[0] for decoding in (GREEDY, SAMPLED))
+    greedy = rows[rows["decoding"] == GREEDY].iloc[0]
+    sampled = rows[rows["decoding"] == SAMPLED].iloc[0]
     agreement = samples.with_error(greedy["agreement"], greedy["agreement_standard_error"])
     number = f"{greedy['num_tokens']:,} greedy tokens"
     console.out.print(f"[bold]{name}[/bold]: agreement with {dense} {agreement} over {number}")

@@ -4,7 +4,7 @@ A score is the share of correct answers. The table is written to ``reports/<name
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
@@ -32,7 +32,6 @@ from spkv_nas.stages import commands, printing, sized_model, subject
 
 _TOGETHER = 1 << 15  # prompt tokens per batch
 _CONTROL = re.compile(r"[\x00-\x1f]")
-
 _QUESTION = 400  # characters kept from the end of a prompt
 _STREAM = 35  # separates the order of a verdict's questions from other uses of the seed
 
@@ -58,9 +57,9 @@ class Questions:
     ) -> "Questions":
         """Read the material, and parse lists by comma; by default all tasks that there is material for."""
         material = Material.read(haystack or [], qa or [])
-        names = (
-            available(material) if tasks is None else [name.strip() for name in tasks.split(",")]
-        )
+        names = available(material)
+        if tasks is not None:
+            names = [name.strip() for name in tasks.split(",")]
         numbers = sorted({units.parse_context(text) for text in lengths.split(",")})
         return cls(list(dict.fromkeys(names)), numbers, material)
 
@@ -83,8 +82,9 @@ class Questions:
                     return None
                 raise
 
-        for cell in self.cells:  # before hours of work
-            make(*cell, 0)
+        # Check before hours of work
+        for task, length in self.cells:
+            make(task, length, 0)
         return make
 
 
@@ -113,12 +113,9 @@ def answer(
         batch = [(index, sample) for index in part if (sample := make(index)) is not None]
         if not batch:
             return []
-        texts, new_tokens = zip(
-            *((sample.text, sample.new_tokens) for _, sample in batch), strict=True
-        )
-        continuations = generation.continue_greedily(
-            model, tokenizer, list(texts), list(new_tokens)
-        )
+        texts = [sample.text for _, sample in batch]
+        new_tokens = [sample.new_tokens for _, sample in batch]
+        continuations = generation.continue_greedily(model, tokenizer, texts, new_tokens)
         outputs = zip(batch, continuations.texts, continuations.densities, strict=True)
         return [
             {
@@ -147,9 +144,8 @@ def ruler_table(
     minus that of the other one, with the error of the difference by sample.
     """
     keys = ["length", "task", "index"]
-    answers = checkpoint.merge(floor, on=keys, suffixes=(None, "_floor")).rename(
-        columns={"score_floor": "floor"}
-    )
+    answers = checkpoint.merge(floor, on=keys, suffixes=(None, "_floor"))
+    answers = answers.rename(columns={"score_floor": "floor"})
     if against is None:
         answers = answers.assign(against=np.nan, against_density=np.nan)
     else:
@@ -159,29 +155,66 @@ def ruler_table(
     # Average the samples of each task at each length
     groups = answers.groupby(keys[:2], sort=False)
     columns = ["score", "floor", "density", "against", "against_density", "difference"]
-    rows = (
-        groups[columns]
-        .agg(lambda values: values.mean(skipna=False))
-        .assign(num_samples=groups.size())
-    )
-    for name, error in (("score", "standard_error"), ("difference", "difference_standard_error")):
-        rows[error] = groups[name].agg(
-            lambda values: statistics.mean_and_error(values.to_numpy())[1]
-        )
+    rows = groups[columns].agg(lambda values: values.mean(skipna=False))
+    rows["num_samples"] = groups.size()
+    rows["standard_error"] = groups["score"].agg(_standard_error)
+    rows["difference_standard_error"] = groups["difference"].agg(_standard_error)
     # Average the tasks of each length
-    lengths = rows.reset_index().groupby("length", sort=False)
-    frames = [frame for _, of_length in lengths for frame in (of_length, _average(of_length))]
+    frames = []
+    for _, tasks in rows.reset_index().groupby("length", sort=False):
+        frames += [tasks, _average(tasks)]
     return pd.concat(frames, ignore_index=True)[RULER.header]
+
+
+def _standard_error(values: "pd.Series[float]") -> float:
+    """Return the standard error of the mean of samples."""
+    return statistics.mean_and_error(values.to_numpy())[1]
 
 
 def _average(rows: pd.DataFrame) -> pd.DataFrame:
     """Return the mean over tasks, whose samples are independent."""
-    errors = ["standard_error", "difference_standard_error"]
+    error_columns = ["standard_error", "difference_standard_error"]
+    squared_errors = rows[error_columns] ** 2
     average = rows.drop(columns="task").mean()
-    average[errors] = np.sqrt((rows[errors] ** 2).sum(skipna=False)) / len(rows)
-    labels = {"length": rows["length"].iloc[0], "task": f"average of {len(rows)}"}
-    labels["num_samples"] = rows["num_samples"].sum()
+    average[error_columns] = np.sqrt(squared_errors.sum(skipna=False)) / len(rows)
+    labels = {
+        "length": rows["length"].iloc[0],
+        "task": f"average of {len(rows)}",
+        "num_samples": rows["num_samples"].sum(),
+    }
     return pd.DataFrame([{**average, **labels}])
+
+
+@dataclass(frozen=True)
+class Answering:
+    """Answer ``number`` questions of every (task, length) with checkpoints, and keep the answers in a folder.
+
+    ``make`` makes the questions, and ``identity`` is a text of everything that they depend on.
+    """
+
+    cells: Sequence[tuple[str, int]]
+    make: MakeSample
+    number: int
+    folder: Path
+    identity: str
+
+    def take(self, checkpoint: samples.Checkpoint, mode: object, bar: Bar) -> pd.DataFrame:
+        """Answer with a checkpoint in its gate ``mode``, which is set already; finished answers are reused."""
+        frames = []
+        identity = f"{checkpoint.identity(mode)} {self.identity}"
+        for index, (task, length) in enumerate(self.cells):
+            compute = partial(
+                answer,
+                checkpoint.model,
+                checkpoint.tokenizer,
+                partial(self.make, task, length),
+                self.number,
+                part_of(bar, index, len(self.cells), task),
+            )
+            lines = samples.kept_samples(self.folder, f"{task}-{length}", identity, compute)
+            frame = pd.DataFrame(lines)[["index", "score", "density"]]
+            frames.append(frame.assign(task=task, length=length))
+        return pd.concat(frames, ignore_index=True)
 
 
 def run(options: RulerOptions, reporter: Reporter = SILENT) -> commands.Result:
@@ -191,22 +224,68 @@ def run(options: RulerOptions, reporter: Reporter = SILENT) -> commands.Result:
     number = options.samples or SAMPLES
     name = options.name or sized_model.result_name(options.model, options.folders)
     folder = options.folders.report_dir(name)
-    sample_folder = options.folders.run_dir(name) / "ruler"
     # Load the checkpoint, and check that each task's first sample fits
     subject.check_pair(options.model, options.against)
     checkpoint = samples.Checkpoint.load(options, options.model, options.tau, reporter)
     model = checkpoint.model
     check_positions(model, lengths[-1], "--lengths")
-    make = questions.maker(options.seed, checkpoint.tokenizer)
-    window, sinks = (
-        options.window or default_window(model, lengths[0]),
-        local_sinks(model),
-    )  # for the shortest prompts
-    origin = {
-        **checkpoint.origin,
-        "lengths": lengths,
+    answering = Answering(
+        cells=questions.cells,
+        make=questions.maker(options.seed, checkpoint.tokenizer),
+        number=number,
+        folder=options.folders.run_dir(name) / "ruler",
+        identity=(
+            f"{options.seed} {number} {VERSION} {version('wonderwords')} {questions.material.identity}"
+        ),
+    )
+    # Local heads get the window of the shortest prompts
+    window = options.window or default_window(model, lengths[0])
+    sinks = local_sinks(model)
+    origin = _origin(options, questions, checkpoint.origin, window, sinks)
+    # Answer: the checkpoint, itself with all heads local, the baseline
+    baseline_answers = None
+    with reporter.bar("answering") as bar:
+        num_passes = 2 if options.against is None else 3
+        with checkpoint.hard():
+            tau = checkpoint.origin["tau"]
+            checkpoint_answers = answering.take(checkpoint, tau, part_of(bar, 0, num_passes))
+        with every_head_local(model, window, sinks):
+            mode = f"local {window} {sinks}".removesuffix(" 0")
+            floor_answers = answering.take(checkpoint, mode, part_of(bar, 1, num_passes))
+        if options.against is not None:
+            baseline = samples.Checkpoint.load(options, options.against, None, reporter)
+            check_positions(baseline.model, lengths[-1], "--lengths")
+            origin["against"] = baseline.origin
+            with baseline.hard():
+                tau = baseline.origin["tau"]
+                baseline_answers = answering.take(baseline, tau, part_of(bar, 2, num_passes))
+    # Caution the user about samples that did not fit in their length
+    num_fitting = checkpoint_answers.groupby(["task", "length"], sort=False).size()
+    for (task, length), num_samples in num_fitting.items():
+        if num_samples < number:
+            num_left_out = number - num_samples
+            reporter.caution(
+                f"{num_left_out} of {number} samples of {task} do not fit in {length} tokens"
+            )
+    # Write the table
+    rows = ruler_table(checkpoint_answers, floor_answers, baseline_answers)
+    distributed.on_main(lambda: RULER.write(folder, rows, origin, reporter))
+    return commands.Result(samples.SampledTable(name, rows, folder, answering.folder), show)
+
+
+def _origin(
+    options: RulerOptions,
+    questions: Questions,
+    checkpoint: Mapping[str, Any],
+    window: int,
+    sinks: int,
+) -> dict[str, Any]:
+    """Return the record of the table: the ``checkpoint``, the questions, and the ``window`` of the floor."""
+    return {
+        **checkpoint,
+        "lengths": questions.lengths,
         "tasks": questions.tasks,
-        "samples": number,
+        "samples": options.samples or SAMPLES,
         "samples_version": VERSION,
         "seed": options.seed,
         "haystack": options.haystack or "RULER's noise",
@@ -216,74 +295,6 @@ def run(options: RulerOptions, reporter: Reporter = SILENT) -> commands.Result:
         "against": None,
         "environment": {"wonderwords": version("wonderwords")},
     }
-    # Answer: the checkpoint, itself with all heads local, the baseline
-    samples_identity = (
-        f"{options.seed} {number} {VERSION} {version('wonderwords')} {questions.material.identity}"
-    )
-    baseline_answers = None
-    with reporter.bar("answering") as bar:
-        num_passes = 2 if options.against is None else 3
-        take = partial(_take, questions.cells, make, number, sample_folder, samples_identity)
-        with checkpoint.hard():
-            checkpoint_answers = take(
-                checkpoint, checkpoint.origin["tau"], part_of(bar, 0, num_passes)
-            )
-        with every_head_local(model, window, sinks):
-            mode = f"local {window} {sinks}".removesuffix(" 0")
-            floor_answers = take(checkpoint, mode, part_of(bar, 1, num_passes))
-        if options.against is not None:
-            baseline = samples.Checkpoint.load(options, options.against, None, reporter)
-            check_positions(baseline.model, lengths[-1], "--lengths")
-            with baseline.hard():
-                baseline_answers = take(
-                    baseline, baseline.origin["tau"], part_of(bar, 2, num_passes)
-                )
-            origin["against"] = baseline.origin
-    # Caution the user about samples that did not fit in their length
-    for (task, length), num_fitting in (
-        checkpoint_answers.groupby(["task", "length"], sort=False).size().items()
-    ):
-        if num_fitting < number:
-            reporter.caution(
-                f"{number - num_fitting} of {number} samples of {task} do not fit in {length} tokens"
-            )
-    # Write the table
-    rows = ruler_table(checkpoint_answers, floor_answers, baseline_answers)
-    distributed.on_main(lambda: RULER.write(folder, rows, origin, reporter))
-    return commands.Result(samples.SampledTable(name, rows, folder, sample_folder), show)
-
-
-def _take(
-    cells: Sequence[tuple[str, int]],
-    make: MakeSample,
-    number: int,
-    folder: Path,
-    samples_identity: str,
-    checkpoint: samples.Checkpoint,
-    mode: object,
-    bar: Bar,
-) -> pd.DataFrame:
-    """Answer ``number`` questions of each (task, length) with a checkpoint in its gate ``mode``, which is set already.
-
-    Finished answers are reused.
-    """
-    frames = []
-    identity = f"{checkpoint.identity(mode)} {samples_identity}"
-    for index, (task, length) in enumerate(cells):
-        progress = part_of(bar, index, len(cells), task)
-        compute = partial(
-            answer,
-            checkpoint.model,
-            checkpoint.tokenizer,
-            partial(make, task, length),
-            number,
-            progress,
-        )
-        lines = samples.kept_samples(folder, f"{task}-{length}", identity, compute)
-        frames.append(
-            pd.DataFrame(lines)[["index", "score", "density"]].assign(task=task, length=length)
-        )
-    return pd.concat(frames, ignore_index=True)
 
 
 class QuestionRounds(criterion.Rounds):
@@ -307,24 +318,24 @@ class QuestionRounds(criterion.Rounds):
         self._tokenizer = tokenizer
         self.num_samples = number
         self.identity = f"{identity} {seed} {list(cells)}"
-        drawn = pd.Series(
-            np.random.default_rng((seed, _STREAM)).integers(
-                len(cells), size=self.num_rounds * self.size
-            )
-        )
-        numbers = drawn.groupby(drawn).cumcount().tolist()
-        self._questions = [
-            (*cells[cell], index) for cell, index in zip(drawn, numbers, strict=True)
-        ]
+        rng = np.random.default_rng((seed, _STREAM))
+        drawn = rng.integers(len(cells), size=self.num_rounds * self.size).tolist()
+        num_drawn = [0] * len(cells)
+        self._questions = []
+        for cell in drawn:
+            task, length = cells[cell]
+            self._questions.append((task, length, num_drawn[cell]))
+            num_drawn[cell] += 1
 
     def measure(
         self, index: int, model: PreTrainedModel, prepared: criterion.Prepared
     ) -> criterion.Float:
         """Return the score in [0, 1] of each question; ``NO_SCORE`` for one that does not fit in its length."""
         questions = self._questions[self.part(index)]
+        lengths = [length for _, length, _ in questions]
         # The longest question comes first, because the batch size is chosen by it
         order = sorted(
-            range(len(questions)), key=lambda number: (-questions[number][1], questions[number])
+            range(len(questions)), key=lambda number: (-lengths[number], questions[number])
         )
         lines = answer(
             model, self._tokenizer, lambda number: self._make(*questions[order[number]]), len(order)
@@ -337,27 +348,21 @@ class QuestionRounds(criterion.Rounds):
 
 def show(result: samples.SampledTable) -> None:
     """Print the scores by length and task, with the floor and, if there is one, the other checkpoint."""
-    against = result.rows["against"].notna().any()
-    columns = [
-        "length",
-        "task",
-        "score",
-        "floor",
-        "density %",
-        *(["against", "difference"] if against else []),
-    ]
+    has_baseline = result.rows["against"].notna().any()
+    columns = ["length", "task", "score", "floor", "density %"]
+    if has_baseline:
+        columns += ["against", "difference"]
     title = f"{console.escape(result.name)}: share of correct answers; floor: every head local"
     grid = console.Table(*columns, title=title)
     for row in result.rows.itertuples():
-        score = samples.with_error(row.score, row.standard_error)
         cells = [
             str(row.length),
             row.task,
-            score,
+            samples.with_error(row.score, row.standard_error),
             samples.with_error(row.floor),
             samples.percent(row.density),
         ]
-        if against:
+        if has_baseline:
             cells += [
                 samples.with_error(row.against),
                 printing.change(row.difference, row.difference_standard_error),

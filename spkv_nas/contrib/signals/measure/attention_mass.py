@@ -41,43 +41,45 @@ def attention_mass(
     """
     with windows.full_attention(model) as states:
         heads = attention.heads_per_layer(states)
-        collected = HeadSums(blocks, len(states), max(heads), input_device(model))
+        device = input_device(model)
+        collected = HeadSums(blocks, len(states), max(heads), device)
 
         # Observe the attention of each layer during a forward pass
         def run(_start: int, tokens: Tensor) -> list[Tensor]:
-            masses: list[list[Tensor]] = [
-                [] for _ in states
-            ]  # [B, Hkv, T - w] of each layer and its readers
+            # [B, Hkv, T - w] of each layer and its readers
+            masses: list[list[Tensor]] = [[] for _ in states]
             for state, layer_masses in zip(states, masses, strict=True):
                 state.observer = _observer(layer_masses, state, window, sinks)
             model.get_decoder()(**blocks.boundaries.inputs(tokens), use_cache=False)
             return [
-                torch.stack([mass.to(input_device(model)) for mass in parts]).mean(0)
-                for parts in masses
+                torch.stack([mass.to(device) for mass in layer_masses]).mean(0)
+                for layer_masses in masses
             ]
 
         # Add the masses to the sums of their documents
         def add(start: int, masses: list[Tensor]) -> None:
-            position = blocks.boundaries.positions(
-                blocks.marked(slice(start, start + len(masses[0])))
-            )
+            tokens = blocks.marked(slice(start, start + len(masses[0])))
+            position = blocks.boundaries.positions(tokens)
             collected.add(start, masses, slice(window, None), position[:, window:] >= window)
 
-        run_own_batches(run, add, blocks, batch_size, input_device(model), progress)
+        run_own_batches(run, add, blocks, batch_size, device, progress)
     collected.add_up()
-    facts: Any = {
-        "passes": 1.0,
-        "tokens": blocks.tokens.size,
-        "heads_per_layer": heads,
-        "name": name,
-    }
-    facts["metadata"] = {**(metadata or {}), "sinks": sinks}
     return signal_table(
-        "attention-mass", collected.means(), window, unit=kinds.ATTENTION_UNIT, **facts
+        "attention-mass",
+        collected.means(),
+        window,
+        passes=1.0,
+        tokens=blocks.tokens.size,
+        name=name,
+        metadata={**(metadata or {}), "sinks": sinks},
+        unit=kinds.ATTENTION_UNIT,
+        heads_per_layer=heads,
     )
 
 
-def _observer(masses: list[Tensor], state: attention.LayerState, window: int, sinks: int) -> Any:
+def _observer(
+    masses: list[Tensor], state: attention.LayerState, window: int, sinks: int
+) -> attention.Observer:
     """Return an attention observer that appends masses [B, Hkv, T - w] of a layer, or its reader, to ``masses``."""
     local_window = local_layers.layout_window(state, window, is_global=False)
 
@@ -90,15 +92,21 @@ def _observer(masses: list[Tensor], state: attention.LayerState, window: int, si
         starts: Tensor | None = None,
     ) -> None:
         parts = []
-        shown: Any = {"sink_logits": sink_logits, "starts": starts, "softcap": state.softcap}
-        for query, weights in attention_weights(
-            q, k, scale, window=state.checkpoint_window, start=window, **shown
-        ):
+        chunks = attention_weights(
+            q,
+            k,
+            scale,
+            window=state.checkpoint_window,
+            start=window,
+            sink_logits=sink_logits,
+            starts=starts,
+            softcap=state.softcap,
+        )
+        for query, weights in chunks:
             # Sum the weights of keys outside the window, sinks left out
             key = torch.arange(weights.shape[-1], device=q.device)
-            first = (
-                0 if starts is None else starts[:, query][:, None, None, :, None]
-            )  # of the query's document
+            # First key of the query's document
+            first = 0 if starts is None else starts[:, query][:, None, None, :, None]
             far = (query[:, None] - key >= local_window) & (key - first >= sinks)
             by_query_head = (weights * far).sum(-1).flatten(1, 2)  # [B, Hq, c]
             parts.append(torch.stack(by_query_head.chunk(state.num_kv_heads, 1), 1).mean(2))

@@ -12,6 +12,7 @@ different domains are treated as independent.
 """
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from spkv_nas.probing.heads import HeadMeans, domain_means, signal_table
 from spkv_nas.proposal.budget import parse_budget
 
 _MIN_LAYOUTS = 10  # minimum number of layouts
-_EXPLAINED = 0.1  # explained share of the variance between layouts below which to warn
+_MIN_EXPLAINED = 0.1  # share of the variance between layouts; a warning follows below it
 _PENALTIES = np.logspace(-6, 3, 55)  # in units of the mean square of the design's singular values
 
 
@@ -62,88 +63,96 @@ def regression(
         all_local = Layout(tuple("L" * state.num_kv_heads for state in states), window, sinks=sinks)
     # Draw layouts and score them
     num_global = parse_budget(budget, int(all_local.is_head[layers].sum()))
-    layouts = _layouts(all_local, layers, num_global, num_layouts, seed)
+    layouts = _draw_layouts(all_local, layers, num_global, num_layouts, seed)
     work = Work()
-    scoring: Any = {
-        "batch_size": batch_size,
-        "cache": cache,
-        "reporter": Reporter.of(progress),
-        "work": work,
-    }
-    scores = zero_shot(model, layouts, blocks, **scoring)
+    scores = zero_shot(
+        model,
+        layouts,
+        blocks,
+        batch_size=batch_size,
+        cache=cache,
+        reporter=Reporter.of(progress),
+        work=work,
+    )
     totals = np.stack([score.total for score in scores])
     counts = scores[0].num_tokens
-    # Regress the NLL per token on the layouts' global-head masks
-    masks = np.stack([layout.global_mask.ravel() for layout in layouts]).astype(float)
-    fit = Ridge.fit(masks, totals.sum(1) / counts.sum())
-    if fit.explained < _EXPLAINED:
-        warnings.warn(
-            f"a sum of head gains predicts only {max(fit.explained, 0.0):.0%} of the variance in NLL of {len(layouts)} "
-            "layouts, so these gains are unreliable: measure more layouts",
-            stacklevel=3,
-        )
-
+    fit = _fit(layouts, totals.sum(1) / counts.sum())
     # Build the table
-    options: dict[str, Any] = {
+    facts = {
         "budget": num_global,
         "layouts": len(layouts),
         "reused_scores": work.reused,
-    }
-    options |= {
         "penalty": float(f"{fit.penalty:.4g}"),
         "explained": round(fit.explained, 4),
         "seed": seed,
     }
-    gains = _gains(fit, totals, counts, blocks, all_local, layers)
-    facts: Any = {"passes": work.passes, "tokens": blocks.tokens.size, "name": name}
-    facts |= {
-        "metadata": {**(metadata or {}), **options},
-        "heads_per_layer": all_local.heads_per_layer,
-    }
-    return signal_table("regression", gains, window, kind=kinds.GAIN, unit=kinds.NATS, **facts)
+    return signal_table(
+        "regression",
+        _gains(fit, totals, counts, blocks, all_local, layers),
+        window,
+        passes=work.passes,
+        tokens=blocks.tokens.size,
+        name=name,
+        metadata={**(metadata or {}), **facts},
+        kind=kinds.GAIN,
+        unit=kinds.NATS,
+        heads_per_layer=all_local.heads_per_layer,
+    )
 
 
-def _layouts(
+def _draw_layouts(
     like: Layout, layers: list[int], num_global: int, number: int, seed: int
 ) -> list[Layout]:
     """Draw distinct random layouts ``like`` one, with ``num_global`` of the heads of ``layers`` global."""
     can_be_global = like.is_head & np.isin(np.arange(like.num_layers), layers)[:, None]
-    number_of_heads = int(can_be_global.sum())
-    order = np.random.default_rng(seed).random((number, number_of_heads)).argsort(1)
+    num_heads = int(can_be_global.sum())
+    order = np.random.default_rng(seed).random((number, num_heads)).argsort(1)
     masks = np.zeros((number, *like.grid), dtype=np.bool_)
     masks[:, can_be_global] = order < num_global
-    facts: Any = {
-        "window": like.window,
-        "sinks": like.sinks,
-        "heads_per_layer": like.heads_per_layer,
-    }
-    layouts = list(dict.fromkeys(Layout.from_mask(mask, **facts) for mask in masks))
+    drawn = [
+        Layout.from_mask(
+            mask, window=like.window, sinks=like.sinks, heads_per_layer=like.heads_per_layer
+        )
+        for mask in masks
+    ]
+    layouts = list(dict.fromkeys(drawn))
     if len(layouts) < _MIN_LAYOUTS:
         raise UserError(
             f"a regression needs at least {_MIN_LAYOUTS} distinct layouts; found {len(layouts)} with {num_global} of "
-            f"{number_of_heads} heads global: give another --budget, or more layouts in Python (num_layouts)"
+            f"{num_heads} heads global: give another --budget, or more layouts in Python (num_layouts)"
         )
     return layouts
+
+
+def _fit(layouts: Sequence[Layout], nll: Float) -> "Ridge":
+    """Regress the NLL per token [layouts] on the global-head masks; warn if it hardly explains them."""
+    masks = np.stack([layout.global_mask.ravel() for layout in layouts]).astype(float)
+    fit = Ridge.fit(masks, nll)
+    if fit.explained < _MIN_EXPLAINED:
+        warnings.warn(
+            f"a sum of head gains predicts only {max(fit.explained, 0.0):.0%} of the variance in NLL of {len(layouts)} "
+            "layouts, so these gains are unreliable: measure more layouts",
+            stacklevel=4,
+        )
+    return fit
 
 
 def _gains(
     fit: "Ridge", totals: Float, counts: Int, blocks: TokenBlocks, like: Layout, layers: list[int]
 ) -> list[HeadMeans]:
     """Compute gains by domain, 0 outside ``layers``, from ``totals`` [layouts, documents] over ``counts`` tokens."""
-    grid = like.grid
-    is_head = like.is_head[layers]
     # Gains by document, shifted so that the least useful head has gain 0: [L, Hkv, documents]
-    fitted = (-fit.operator @ totals).reshape(*grid, -1)[layers]
-    sums = np.zeros((*grid, len(counts)))
-    sums[layers] = fitted - counts * (fitted[is_head].sum(-1) / counts.sum()).min()
+    fitted = (-fit.operator @ totals).reshape(*like.grid, -1)[layers]
+    head_gains = fitted[like.is_head[layers]].sum(-1) / counts.sum()
+    sums = np.zeros((*like.grid, len(counts)))
+    sums[layers] = fitted - counts * head_gains.min()
     # Means by domain, adding the error of the fit
     domain_of = np.array([document.domain for document in blocks.documents])
     means = []
     for part in domain_means(blocks, sums, counts):
         assert part.standard_error is not None
-        fit_error = fit.error(totals[:, domain_of == part.domain].sum(1) / part.num_tokens).reshape(
-            grid
-        )
+        nll = totals[:, domain_of == part.domain].sum(1) / part.num_tokens
+        fit_error = fit.error(nll).reshape(like.grid)
         means.append(replace(part, standard_error=np.hypot(part.standard_error, fit_error)))
     return means
 
@@ -168,11 +177,14 @@ class Ridge:
     def fit(cls, design: Float, responses: Float) -> "Ridge":
         """Fit with the penalty of least squared leave-one-out error, where each error is residual / (1 - leverage)."""
         number = len(design)
-        design, centred = design - design.mean(0), responses - responses.mean()
+        design = design - design.mean(0)
+        centred = responses - responses.mean()
         # Decompose the design, leaving out null directions
         left, singular, right = np.linalg.svd(design, full_matrices=False)
         is_nonzero = singular > singular[0] * 1e-9
-        left, square, right = left[:, is_nonzero], singular[is_nonzero] ** 2, right[is_nonzero]
+        left = left[:, is_nonzero]
+        right = right[is_nonzero]
+        square = singular[is_nonzero] ** 2
         # Compute the leave-one-out error of every penalty
         penalties = _PENALTIES * square.mean()
         shrunk = square / (square + penalties[:, None])  # [penalties, rank]
@@ -180,14 +192,15 @@ class Ridge:
         leverage = 1 / number + shrunk @ (left**2).T
         errors = np.square(residuals / np.maximum(1 - leverage, 1e-9)).sum(1)
         best = int(errors.argmin())
+        # The mean of the other responses is the prediction to compare with
+        mean_error = np.square(centred * number / (number - 1)).sum()
         return cls(
             design,
             operator=right.T * (shrunk[best] / np.sqrt(square)) @ left.T,
             variance=(right**2).T @ (1 / (square + penalties[best])),
             freedom=number - 1 - float(shrunk[best].sum()),
             penalty=float(penalties[best]),
-            explained=1
-            - float(errors[best] / max(np.square(centred * number / (number - 1)).sum(), 1e-300)),
+            explained=1 - float(errors[best] / max(mean_error, 1e-300)),
         )
 
     def error(self, responses: Float) -> Float:

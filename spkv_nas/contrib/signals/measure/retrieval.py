@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from spkv_nas.artifacts import head_scores, kinds
@@ -58,64 +59,79 @@ def retrieval(
     """
     # Insert a needle into every block
     hidden = needles(blocks, window, needle_length, seed, sinks)
-    blocks = hidden.blocks
-    queries = slice(
-        blocks.block_size - needle_length, blocks.block_size - 1
-    )  # the last token has no next one to copy
-    num_correct = np.zeros(1, dtype=np.int64)
     # Measure attention on the needles
     with windows.full_attention(model) as states:
-        num_heads = model_shape.config_shape(model.config).num_heads * (
-            1 + max(state.num_readers for state in states)
-        )
-        collected = HeadSums(blocks, len(states), num_heads, input_device(model))
-
-        def run(start: int, text: Tensor) -> tuple[list[Tensor], int]:
-            """Return (scores [B, G Hkv, m - 1] by layer, number of needle tokens predicted) of blocks."""
-            tokens, depth = (
-                torch.from_numpy(x).to(input_device(model)) for x in hidden.rows(start, len(text))
-            )
-            scores: list[list[Tensor]] = [[] for _ in states]  # of each layer and its readers
-            for state, layer_scores in zip(states, scores, strict=True):
-                state.observer = _observer(layer_scores, state, depth, queries)
-            decoded = model.get_decoder()(**blocks.boundaries.inputs(tokens), use_cache=False)
-            predicted = model.get_output_embeddings()(decoded.last_hidden_state[:, queries]).argmax(
-                -1
-            )
-            num_predicted = int(
-                (predicted.to(tokens.device) == tokens[:, queries.start + 1 :]).sum()
-            )
-            return [
-                torch.cat([part.to(input_device(model)) for part in parts], 1) for parts in scores
-            ], num_predicted
-
-        def add(start: int, result: tuple[list[Tensor], int]) -> None:
-            collected.add(start, result[0], queries)
-            num_correct[0] += result[1]
-
-        batches.run_own_batches(run, add, blocks, batch_size, input_device(model), progress)
-    collected.add_up()
+        collected, num_correct = _measure(model, states, hidden, batch_size, progress)
     # Build the table
     heads = attention.heads_per_layer(states)
-    accuracy = float(distributed.sum_over_processes(num_correct)[0]) / (
-        blocks.num_blocks * (needle_length - 1)
-    )
+    accuracy = num_correct / (hidden.blocks.num_blocks * (needle_length - 1))
     if accuracy < _MIN_ACCURACY:
         warnings.warn(
             f"the model predicts only {accuracy:.1%} of the needle tokens: it hardly copies, so its retrieval scores "
             "are unreliable",
             stacklevel=3,
         )
-    scores = collected.means(_best_of_group(collected.sums.cpu().numpy(), heads))
-    settings: dict[str, Any] = {**(metadata or {}), "needle_length": needle_length, "seed": seed}
-    settings["copy_accuracy"] = round(accuracy, 4)
-    facts: Any = {
-        "unit": kinds.ATTENTION_UNIT,
-        "passes": 1.0,
-        "tokens": blocks.tokens.size,
-        "heads_per_layer": heads,
+    facts = {
+        "needle_length": needle_length,
+        "seed": seed,
+        "copy_accuracy": round(accuracy, 4),
     }
-    return signal_table("retrieval", scores, window, name=name, metadata=settings, **facts)
+    return signal_table(
+        "retrieval",
+        collected.means(_best_of_group(collected.sums.cpu().numpy(), heads)),
+        window,
+        passes=1.0,
+        tokens=hidden.blocks.tokens.size,
+        name=name,
+        metadata={**(metadata or {}), **facts},
+        unit=kinds.ATTENTION_UNIT,
+        heads_per_layer=heads,
+    )
+
+
+def _measure(
+    model: PreTrainedModel,
+    states: Sequence[attention.LayerState],
+    hidden: "Needles",
+    batch_size: int,
+    progress: Progress | None,
+) -> tuple[HeadSums, float]:
+    """Return (scores of query heads, number of needle tokens predicted), both summed over all ranks."""
+    blocks = hidden.blocks
+    needle_length = hidden.tokens.shape[1]
+    device = input_device(model)
+    # The last token has no next one to copy
+    queries = slice(blocks.block_size - needle_length, blocks.block_size - 1)
+    num_query_heads = model_shape.config_shape(model.config).num_heads
+    most_readers = max(state.num_readers for state in states)
+    collected = HeadSums(blocks, len(states), num_query_heads * (1 + most_readers), device)
+    num_correct = np.zeros(1, dtype=np.int64)
+
+    def run(start: int, text: Tensor) -> tuple[list[Tensor], int]:
+        """Return (scores [B, G Hkv, m - 1] by layer, number of needle tokens predicted) of blocks."""
+        token_array, depth_array = hidden.rows(start, len(text))
+        tokens = torch.from_numpy(token_array).to(device)
+        depth = torch.from_numpy(depth_array).to(device)
+        # Observe the attention of each layer, and of those that read its keys
+        scores: list[list[Tensor]] = [[] for _ in states]
+        for state, layer_scores in zip(states, scores, strict=True):
+            state.observer = _observer(layer_scores, state, depth, queries)
+        decoded = model.get_decoder()(**blocks.boundaries.inputs(tokens), use_cache=False)
+        # Count the needle tokens that the model predicts
+        logits = model.get_output_embeddings()(decoded.last_hidden_state[:, queries])
+        predicted = logits.argmax(-1).to(tokens.device)
+        num_predicted = int((predicted == tokens[:, queries.start + 1 :]).sum())
+        layers = [torch.cat([part.to(device) for part in parts], 1) for parts in scores]
+        return layers, num_predicted
+
+    def add(start: int, result: tuple[list[Tensor], int]) -> None:
+        scores, num_predicted = result
+        collected.add(start, scores, queries)
+        num_correct[0] += num_predicted
+
+    batches.run_own_batches(run, add, blocks, batch_size, device, progress)
+    collected.add_up()
+    return collected, float(distributed.sum_over_processes(num_correct)[0])
 
 
 @dataclass(frozen=True)
@@ -166,7 +182,8 @@ def needles(
     if isinstance(blocks.boundaries, tokenizer.SeparateDocuments):
         blocks, start = _longest_last(blocks)
         fits = start + first <= deepest
-        blocks, first = blocks.part(np.flatnonzero(fits)), (start + first)[fits]
+        blocks = blocks.part(np.flatnonzero(fits))
+        first = (start + first)[fits]
     if (
         needle_length < 2
         or not blocks.num_blocks
@@ -197,9 +214,8 @@ def _longest_last(blocks: TokenBlocks) -> tuple[TokenBlocks, arrays.Int]:
     columns = np.arange(blocks.block_size)
     is_longest = (columns < end[:, None]) & (columns >= (end - longest)[:, None])
     order = np.argsort(is_longest, axis=1, kind="stable")
-    tokens, document = (
-        np.take_along_axis(array, order, 1) for array in (blocks.tokens, blocks.document)
-    )
+    tokens = np.take_along_axis(blocks.tokens, order, 1)
+    document = np.take_along_axis(blocks.document, order, 1)
     begins = None if blocks.begins is None else np.take_along_axis(blocks.begins, order, 1)
     start = blocks.block_size - longest
     # Separate it from what now comes before it
@@ -216,7 +232,7 @@ def _longest_last(blocks: TokenBlocks) -> tuple[TokenBlocks, arrays.Int]:
 
 def _observer(
     scores: list[Tensor], state: attention.LayerState, source: Tensor, query_positions: slice
-) -> Any:
+) -> attention.Observer:
     """Return an observer that appends scores [B, G Hkv, m - 1] of a layer; needles begin at ``source``, int64 [B]."""
 
     def observe(
@@ -228,26 +244,26 @@ def _observer(
         starts: Tensor | None = None,
     ) -> None:
         # Compute the attention of the queries in the copy
-        shown: Any = {
-            "window": state.checkpoint_window,
-            "start": query_positions.start,
-            "sink_logits": sink_logits,
-        }
-        shown |= {"starts": starts, "softcap": state.softcap}
-        parts = [weights for _, weights in attention_weights(q, k, scale, **shown)]
-        rows = torch.cat(
-            [torch.nn.functional.pad(w, (0, q.shape[2] - w.shape[-1])) for w in parts], -2
+        chunks = attention_weights(
+            q,
+            k,
+            scale,
+            window=state.checkpoint_window,
+            start=query_positions.start,
+            sink_logits=sink_logits,
+            starts=starts,
+            softcap=state.softcap,
         )
-        rows = rows.flatten(1, 2)[:, :, :-1]  # [B, Hq, m - 1, T]
+        num_keys = q.shape[2]
+        parts = [pad(weights, (0, num_keys - weights.shape[-1])) for _, weights in chunks]
+        rows = torch.cat(parts, -2).flatten(1, 2)[:, :, :-1]  # [B, Hq, m - 1, T]
         # Attention weight on the token after the current one's first occurrence
         copied = source.to(q.device)[:, None] + 1 + torch.arange(rows.shape[2], device=q.device)
         index = copied[:, None, :, None].expand(-1, rows.shape[1], -1, -1)
         weights = rows.gather(-1, index)[..., 0]
-        weights = (
-            weights.view(len(weights), state.num_kv_heads, -1, weights.shape[2])
-            .transpose(1, 2)
-            .flatten(1, 2)
-        )
+        # Order the query heads by their number in the group, then by KV head
+        grouped = weights.view(len(weights), state.num_kv_heads, -1, weights.shape[2])
+        weights = grouped.transpose(1, 2).flatten(1, 2)
         scores.append(torch.zeros_like(weights) if state.is_always_local else weights)
 
     observe.knows_documents = observe.sees_readers = True  # type: ignore[attr-defined]
