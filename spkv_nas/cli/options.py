@@ -101,17 +101,16 @@ def _run(
     for field in fields(options_class):  # type: ignore[arg-type]
         if shared.get(field.name):
             values[field.name] = shared[field.name]
-    # Build and check the options
+    quiet = bool(shared["quiet"])
+    verbose = bool(shared["verbose"])
+    # Build and check the options; a GGUF file is converted when it is first checked, which is announced
     options = options_class(**values)
-    check(options)
+    with screen.messages(quiet=quiet, verbose=verbose):
+        check(options)
     # Run the command and print its result
-    working = screen.working(
-        invocation.command_path.removeprefix(f"{root.info_name} "),
-        quiet=bool(shared["quiet"]),
-        verbose=bool(shared["verbose"]),
-        takes_long=isinstance(options, TakesLong),
-    )
-    with working as reporter:
+    title = invocation.command_path.removeprefix(f"{root.info_name} ")
+    takes_long = isinstance(options, TakesLong)
+    with screen.working(title, quiet=quiet, verbose=verbose, takes_long=takes_long) as reporter:
         if isinstance(options, OnDevice):
             with suppress(ModuleNotFoundError):  # the command says what to install
                 quiet_transformers(reporter)

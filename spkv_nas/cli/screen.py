@@ -26,10 +26,10 @@ def working(
     title: str, *, quiet: bool = False, verbose: bool = False, takes_long: bool = True
 ) -> Iterator[Reporter]:
     """Show progress while the block runs, and with ``takes_long`` announce the start outside a terminal."""
-    level = logging.DEBUG if verbose else logging.INFO
+    level = _level(quiet=quiet, verbose=verbose)
     # Show warnings only, rows in a terminal, or lines of a log
     if quiet:
-        with _printed(logging.WARNING, announce):
+        with _printed(level, announce):
             yield Reporter()
     elif err.is_seen:
         rows = _Rows(title)
@@ -40,6 +40,20 @@ def working(
             announce(f"{title}: starting")
         with _printed(level, announce):
             yield Reporter(lambda title: nullcontext(log_lines(title)))
+
+
+@contextmanager
+def messages(*, quiet: bool = False, verbose: bool = False) -> Iterator[None]:
+    """Print what is announced while the block runs, before there is progress to show."""
+    with _printed(_level(quiet=quiet, verbose=verbose), announce):
+        yield
+
+
+def _level(*, quiet: bool, verbose: bool) -> int:
+    """Return the least level of log records that are printed."""
+    if quiet:
+        return logging.WARNING
+    return logging.DEBUG if verbose else logging.INFO
 
 
 @contextmanager

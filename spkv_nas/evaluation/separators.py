@@ -171,6 +171,7 @@ def shared_separator(
     if (known := SeparatorReport.parse(records.get(checkpoint))) is not None:
         return known
     # Measure, and keep the report
+    reporter.announce("choosing what separates documents")
     report = measure()
     compared = ", ".join(f"{name} {value:.3f}" for name, value in report.nll.items())
     reporter.announce(

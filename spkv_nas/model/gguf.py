@@ -8,7 +8,7 @@ import os
 import shutil
 from pathlib import Path
 
-from spkv_nas.base import errors, files, locks
+from spkv_nas.base import errors, files, locks, progress
 
 ENDING = ".gguf"
 _DIGITS = 16  # of the hash that names a folder
@@ -34,6 +34,7 @@ def converted(file: Path) -> Path:
     folder = _caches() / "spkv-nas" / "gguf" / f"{file.stem}-{files.sha256_file(file)[:_DIGITS]}"
     if folder.is_dir():
         return folder
+    progress.LOGGER.info("converting %s, once for all commands", file.name)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with locks.shared_lock(folder.parent / f"{folder.name}.lock"):
         if not folder.is_dir():

@@ -14,7 +14,7 @@ from spkv_nas.base import errors, names
 from spkv_nas.base.assets import EMBEDDED, EMBEDDED_PREFIX
 from spkv_nas.base.device import AUTO, dtype_name, measuring_device
 from spkv_nas.base.distributed import after_main, connect, on_main
-from spkv_nas.base.progress import SILENT, Reporter
+from spkv_nas.base.progress import LOGGER, SILENT, Reporter
 from spkv_nas.data import block_files, chats, config, readers, sources, splits
 from spkv_nas.data.context import FAR_SHARE
 from spkv_nas.evaluation.micro_batch import (
@@ -435,6 +435,7 @@ def read_length(source: str, data: tuple[str, ...], max_tokens: int | None) -> i
     from spkv_nas.data.context import supported_context
     from spkv_nas.model.checkpoint import load_tokenizer
 
+    LOGGER.info("choosing the length of sequences")
     longest = min(default_context(source), max_tokens or defaults.CONTEXT)
     return supported_context(sources.documents(data, Path()), load_tokenizer(source), longest)
 

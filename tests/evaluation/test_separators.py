@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -123,7 +125,7 @@ class TestChoice:
         assert default_separator(tokenizer) == "bos"
         assert default_separator(tokenizer, bos=False) == "eos"
 
-    def test_is_measured_once(self, tmp_path: object) -> None:
+    def test_is_measured_once(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         """All commands on a model in a workspace share what the first one measured."""
         calls: list[int] = []
 
@@ -131,10 +133,14 @@ class TestChoice:
             calls.append(1)
             return SeparatorReport("bos", {"bos": 1.0, "eos": 1.5}, 0.99)
 
-        find = partial(shared_separator, tmp_path / "separators.json", measure=measure)  # type: ignore[operator]
-        first, again, other = (find(checkpoint=name) for name in ("a", "a", "b"))
+        find = partial(shared_separator, tmp_path / "separators.json", measure=measure)
+        with caplog.at_level(logging.INFO, "spkv_nas"):
+            first, again, other = (find(checkpoint=name) for name in ("a", "a", "b"))
         assert first == again == other
         assert len(calls) == 2
+        # The choice takes seconds, so it is announced as it begins
+        announced = [line for line in caplog.messages if line.startswith("choosing")]
+        assert announced == 2 * ["choosing what separates documents"]
 
     def test_without_text_there_is_an_error(self, tokenizer: PreTrainedTokenizerBase) -> None:
         with pytest.raises(UserError, match="no document has two tokens: the text is empty"):

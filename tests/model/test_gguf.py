@@ -1,5 +1,6 @@
 """Check that a GGUF file is a model: equal weights, tokens and results, converted once, and clear errors."""
 
+import logging
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ from transformers import LlamaForCausalLM
 
 import spkv_nas
 from spkv_nas.base.errors import UserError
+from spkv_nas.cli import main
 from spkv_nas.model import gguf as gguf_files
 from spkv_nas.model.source import resolve
 
@@ -87,11 +89,16 @@ def caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
 
 
-def test_it_is_the_model_that_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_the_model_that_was_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     model = tiny_model(vocab_size=128).half().float()  # numbers that float16 holds
     file = tmp_path / "Tiny-F32.gguf"
     write_gguf(model, file)
-    loaded, tokenizer = spkv_nas.load(file)
+    with caplog.at_level(logging.INFO, "spkv_nas"):
+        loaded, tokenizer = spkv_nas.load(file)
+        spkv_nas.load(file)
+    assert caplog.messages.count("converting Tiny-F32.gguf, once for all commands") == 1
     assert loaded.dtype == torch.float16
     for name, weight in model.state_dict().items():
         assert torch.equal(loaded.state_dict()[name].float(), weight), name
@@ -103,6 +110,16 @@ def test_it_is_the_model_that_was_written(tmp_path: Path, monkeypatch: pytest.Mo
     folder = resolve(str(file))
     assert folder.is_relative_to(tmp_path / "caches")
     assert folder.name.startswith("Tiny-F32-")
+
+
+def test_a_command_that_converts_a_file_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Options are checked, and with them the file is converted, before the command starts."""
+    file = tmp_path / "Tiny-F32.gguf"
+    write_gguf(tiny_model(vocab_size=128).float(), file)
+    main(["plan", "attention", "--model", str(file)])
+    assert capsys.readouterr().err.startswith("converting Tiny-F32.gguf, once for all commands\n")
 
 
 @pytest.mark.parametrize("content", [None, b"", b"GGUF" + bytes(40), b"no GGUF file" * 20])

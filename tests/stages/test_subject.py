@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +26,7 @@ from spkv_nas.stages.options.propose import ProposeOptions
 from spkv_nas.stages.options.score import ScoreOptions
 from spkv_nas.stages.probe import probe
 from spkv_nas.stages.sized_model import model_name
-from spkv_nas.stages.subject import Measured, Subject
+from spkv_nas.stages.subject import Measured, Subject, sequence_length
 
 
 @pytest.fixture
@@ -100,6 +101,20 @@ class TestDocuments:
         measured, told = self.load(model, tmp_path, text, tiny_tokenizer, context="64")
         assert measured.separator.documents == "joined"
         assert any("cannot keep them apart" in line for line in told)
+
+
+def test_the_choice_of_a_length_is_announced_once(
+    checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It takes seconds to tokenize the beginnings of many documents."""
+    text = tmp_path / "text.txt"
+    text.write_text("a text of a few words\n" * 20)
+    options = ScoreOptions(model=str(checkpoint), data=[str(text)], workspace=tmp_path / "w")
+    with caplog.at_level(logging.INFO, "spkv_nas"):
+        first = sequence_length(options)
+        again = sequence_length(options)
+    assert first == again
+    assert caplog.messages == ["choosing the length of sequences"]
 
 
 @pytest.mark.slow
