@@ -6,6 +6,7 @@ reads such files for many families; here they are dequantized to float16, as a h
 
 import os
 import shutil
+from functools import cache
 from pathlib import Path
 
 from spkv_nas.base import errors, files, locks, progress
@@ -31,7 +32,9 @@ def converted(file: Path) -> Path:
     """
     if not file.is_file():
         raise errors.UserError(f"cannot load model {file}: there is no such file")
-    folder = _caches() / "spkv-nas" / "gguf" / f"{file.stem}-{files.sha256_file(file)[:_DIGITS]}"
+    state = file.stat()
+    digits = _sha256(file, state.st_size, state.st_mtime_ns)[:_DIGITS]
+    folder = _caches() / "spkv-nas" / "gguf" / f"{file.stem}-{digits}"
     if folder.is_dir():
         return folder
     progress.LOGGER.info("converting %s, once for all commands", file.name)
@@ -40,6 +43,15 @@ def converted(file: Path) -> Path:
         if not folder.is_dir():
             _convert(file, folder)
     return folder
+
+
+@cache
+def _sha256(file: Path, size: int, written: int) -> str:
+    """Return the hash of a file, read once as long as its size and its time of the last write stay.
+
+    A command asks a dozen times for the folder of its model, and a gigabyte takes a second or more.
+    """
+    return files.sha256_file(file)
 
 
 def _caches() -> Path:
