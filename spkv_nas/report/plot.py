@@ -7,9 +7,11 @@ gives the same bytes. Names are drawn literally (``$`` starts no formula).
 import io
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path as FilePath
 from typing import Any, Literal
 
 import numpy as np
@@ -19,6 +21,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
+from matplotlib.path import Path
 from matplotlib.transforms import Affine2D, Bbox, TransformedBbox
 
 from spkv_nas.artifacts.head_scores import HeadScores
@@ -26,11 +29,23 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.files import write_atomic
 from spkv_nas.proposal.coverage import coverage
 from spkv_nas.report import density_charts
-from spkv_nas.report.chart import Axis, Band, Bars, Chart, Heatmap, Line, Panels, Points, Rule, Tone
+from spkv_nas.report.chart import (
+    Axis,
+    Band,
+    Bars,
+    Chart,
+    Dash,
+    Heatmap,
+    Line,
+    Mark,
+    Panels,
+    Points,
+    Rule,
+    Tone,
+)
 
-TONES: dict[
-    Tone | Literal["line"], str
-] = {  # the page has variables of these names, for light and dark mode
+# The page has variables of these names, for light and dark mode
+TONES: dict[Tone | Literal["line"], str] = {
     "accent": "#1f5fa8",
     "muted": "#566173",
     "second": "#b05a00",
@@ -43,7 +58,7 @@ SHADES = 65
 LETTER = 6.6  # average width of a letter
 LINE = 15.0  # height of a line of text
 _FAINT = 0.6  # names may cover marks of lower opacity
-_LEADER: dict[str, Any] = {
+_LEADER = {
     "arrowstyle": "-",
     "color": TONES["muted"],
     "linewidth": 0.8,
@@ -51,17 +66,19 @@ _LEADER: dict[str, Any] = {
     "shrinkB": 5,
 }
 _SAMPLE = 40.0  # width of a legend entry's sample, with the space around it
-_CLIP = Bbox(
-    [[-0.01, -0.01], [1.01, 1.01]]
-)  # clip box of lines in axes coordinates, with a margin of 1 %
+# Clip box of lines in axes coordinates, with a margin of 1 %
+_CLIP = Bbox([[-0.01, -0.01], [1.01, 1.01]])
+_GAP = 10.0  # between a point's centre and its name
+_RULE_GAP = 6.0  # between a vertical rule and its name
 _MARKERS = {"circle": "o", "square": "s", "diamond": "D", "triangle": "^", "stroke": "|"}
-_DASHES: Any = {
+_DASHES: dict[Dash, Any] = {
     "solid": "-",
     "dashed": (0, (4, 2)),
     "dashdot": (0, (5, 1.6, 1.2, 1.6)),
     "dotted": (0, (1.2, 1.6)),
 }
-_STYLE: Any = {  # matplotlib settings
+# matplotlib settings
+_STYLE: Any = {
     "svg.hashsalt": "spkv-nas",
     "svg.fonttype": "none",
     "pdf.fonttype": 42,  # TrueType, which journals require
@@ -70,12 +87,14 @@ _STYLE: Any = {  # matplotlib settings
     "font.size": 12,
     "axes.facecolor": "none",
     "axes.axisbelow": True,
-    **dict.fromkeys(
-        ("axes.spines.left", "axes.spines.top", "axes.spines.right", "legend.frameon"), False
-    ),
-    **dict.fromkeys(
-        ("axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), TONES["muted"]
-    ),
+    "axes.spines.left": False,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "legend.frameon": False,
+    "axes.edgecolor": TONES["muted"],
+    "axes.labelcolor": TONES["muted"],
+    "xtick.color": TONES["muted"],
+    "ytick.color": TONES["muted"],
     "grid.color": TONES["line"],
     "ytick.major.size": 0,
     "figure.facecolor": "white",
@@ -98,7 +117,7 @@ def picture(chart: Chart | Panels) -> Picture:
         return figure
 
 
-def save_chart(folder: Path, chart: Chart | Panels) -> None:
+def save_chart(folder: FilePath, chart: Chart | Panels) -> None:
     """Write ``<name>.png``, ``<name>.svg`` and ``<name>.pdf``, each atomically."""
     formats: dict[str, Any] = {
         "png": {"dpi": 160},
@@ -115,9 +134,8 @@ def save_chart(folder: Path, chart: Chart | Panels) -> None:
 def drawing() -> Iterator[None]:
     """Apply this module's matplotlib settings while the block runs."""
     with rc_context(_STYLE), warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", message="Glyph .* missing from font"
-        )  # missing glyphs are drawn as boxes
+        # Missing glyphs are drawn as boxes
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         yield
 
 
@@ -154,22 +172,32 @@ def draw(chart: Chart | Panels) -> Picture:
 
 
 def _size(chart: Chart) -> tuple[float, float]:
+    """Return the width and height of a chart in a picture, in points."""
     cells = chart.heatmap
     if cells is None:
-        return chart.width, chart.height + LINE * (_legend_shape(chart)[0] + bool(chart.heading))
+        num_lines, _ = _legend_shape(chart)
+        if chart.heading:
+            num_lines += 1
+        return chart.width, chart.height + LINE * num_lines
     rows = len(cells.values)
     columns = len(cells.values[0])
     if not cells.written:
         return max(330, 65 + 17 * columns), 68 + 17 * rows
-    return max(430, (137 if cells.legend else 86) + 30 * columns), 72 + 30 * max(rows, 3)
+    margins = 137 if cells.legend else 86
+    return max(430, margins + 30 * columns), 72 + 30 * max(rows, 3)
 
 
 def _legend_shape(chart: Chart) -> tuple[int, int]:
     """Return the lines and columns of the legend above the axes, which has as many columns as have room."""
-    names = {mark.label for mark in chart.marks if isinstance(mark, Line | Band | Points)} - {""}
-    widest = _SAMPLE + 0.9 * LETTER * max(map(len, names), default=0)
-    columns = min(max(1, int(chart.width / widest)), len(names))
-    return math.ceil(len(names) / max(1, columns)), columns
+    labels = {mark.label for mark in chart.marks if isinstance(mark, Line | Band | Points)}
+    labels.discard("")
+    if not labels:
+        return 0, 0
+    longest = max(len(label) for label in labels)
+    widest = _SAMPLE + 0.9 * LETTER * longest
+    columns = max(1, int(chart.width / widest))
+    columns = min(columns, len(labels))
+    return math.ceil(len(labels) / columns), columns
 
 
 def _draw_chart(ax: axes.Axes, chart: Chart) -> None:
@@ -188,14 +216,15 @@ def _draw_chart(ax: axes.Axes, chart: Chart) -> None:
         _draw_mark(ax, mark, f"{chart.name}/mark {number}")
     lines, columns = _legend_shape(chart)
     if lines:
-        spaces: Any = {
-            "borderaxespad": 0.5,
-            "borderpad": 0,
-            "columnspacing": 1,
-            "labelspacing": 0.2,
-        }
         legend = ax.legend(
-            loc="lower left", bbox_to_anchor=(0, 1), ncols=columns, fontsize=11, **spaces
+            loc="lower left",
+            bbox_to_anchor=(0, 1),
+            ncols=columns,
+            fontsize=11,
+            borderaxespad=0.5,
+            borderpad=0,
+            columnspacing=1,
+            labelspacing=0.2,
         )
         for sample in legend.legend_handles:
             if isinstance(sample, Line2D):
@@ -210,18 +239,24 @@ def _draw_axis(ruler: Ruler, axis: Axis) -> None:
     ruler.set_label_text(axis.title)
 
 
-def _draw_mark(ax: axes.Axes, mark: Any, name: str) -> None:
+def _draw_mark(ax: axes.Axes, mark: Mark, name: str) -> None:
     """Draw one mark; ``name`` is the id of its elements with a tooltip, for the page."""
     match mark:
         case Band():
-            style: Any = {"color": TONES[mark.tone], "alpha": mark.opacity, "linewidth": 0}
-            ax.fill_between(mark.x, mark.low, mark.high, label=mark.label, **style)
+            ax.fill_between(
+                mark.x,
+                mark.low,
+                mark.high,
+                label=mark.label,
+                color=TONES[mark.tone],
+                alpha=mark.opacity,
+                linewidth=0,
+            )
         case Bars():
-            widths = np.subtract(mark.high, mark.low)
             bars = ax.bar(
                 mark.low,
                 mark.height,
-                widths,
+                np.subtract(mark.high, mark.low),
                 align="edge",
                 color=TONES["accent"],
                 edgecolor="white",
@@ -229,47 +264,74 @@ def _draw_mark(ax: axes.Axes, mark: Any, name: str) -> None:
             for index, bar in enumerate(bars):
                 bar.set_gid(f"{name} {index}")
         case Line():
-            style = {
-                "linestyle": _DASHES[mark.dash],
-                "linewidth": mark.width,
-                "alpha": mark.opacity,
-            }
-            (line,) = ax.plot(mark.x, mark.y, color=TONES[mark.tone], label=mark.label, **style)
+            (line,) = ax.plot(
+                mark.x,
+                mark.y,
+                color=TONES[mark.tone],
+                label=mark.label,
+                linestyle=_DASHES[mark.dash],
+                linewidth=mark.width,
+                alpha=mark.opacity,
+            )
             line.set_clip_box(TransformedBbox(_CLIP, ax.transAxes))
         case Rule():
-            style = {"color": TONES[mark.tone], "linestyle": _DASHES[mark.dash], "linewidth": 1.4}
-            (ax.axvline if mark.vertical else ax.axhline)(mark.value, **style)
-        case Points():
-            known = np.flatnonzero(np.isfinite(mark.error))  # of the points with an error bar
-            if known.size:
-                x, y, error = (np.array(values)[known] for values in (mark.x, mark.y, mark.error))
-                ax.errorbar(
-                    x, y, yerr=error, fmt="none", color=TONES[mark.tone], elinewidth=1.4, capsize=3
-                )
-            (dots,) = ax.plot(mark.x, mark.y, **_point_style(mark), label=mark.label, zorder=3)
-            dots.set_gid(
-                name if mark.tips else name.replace("/mark", "/cloud") if mark.layouts else None
+            draw_line = ax.axvline if mark.vertical else ax.axhline
+            draw_line(
+                mark.value, color=TONES[mark.tone], linestyle=_DASHES[mark.dash], linewidth=1.4
             )
+        case Points():
+            _draw_points(ax, mark, name)
+
+
+def _draw_points(ax: axes.Axes, mark: Points, name: str) -> None:
+    """Draw points over their error bars."""
+    # Keep the points with an error bar
+    known = np.flatnonzero(np.isfinite(mark.error))
+    if known.size:
+        ax.errorbar(
+            np.array(mark.x)[known],
+            np.array(mark.y)[known],
+            yerr=np.array(mark.error)[known],
+            fmt="none",
+            color=TONES[mark.tone],
+            elinewidth=1.4,
+            capsize=3,
+        )
+    (dots,) = ax.plot(mark.x, mark.y, **_point_style(mark), label=mark.label, zorder=3)
+    if mark.tips:
+        dots.set_gid(name)
+    elif mark.layouts:
+        dots.set_gid(name.replace("/mark", "/cloud"))
 
 
 def _point_style(points: Points) -> dict[str, Any]:
+    """Return how points look, as arguments of matplotlib."""
     colour = TONES[points.tone]
-    marker = _MARKERS[points.shape]
-    size = (2.4 if points.shape == "triangle" else 2.0) * points.size
-    style = {
-        "color": colour,
-        "marker": marker,
-        "linestyle": "",
-        "markersize": size,
-        "clip_on": False,
-    }
-    edge, width = ("white", 1.0) if points.opacity == 1 else ("none", 0.0)
+    face = colour
+    edge = "none"
+    edge_width = 0.0
     if points.hollow:
-        style["markerfacecolor"], edge, width = "white", colour, 1.6
+        face = "white"
+        edge = colour
+        edge_width = 1.6
     elif points.shape == "stroke":
         edge = colour
-        width = 3.0
-    return {**style, "markeredgecolor": edge, "markeredgewidth": width, "alpha": points.opacity}
+        edge_width = 3.0
+    elif points.opacity == 1:
+        edge = "white"
+        edge_width = 1.0
+    diameter = 2.4 if points.shape == "triangle" else 2.0
+    return {
+        "color": colour,
+        "marker": _MARKERS[points.shape],
+        "linestyle": "",
+        "markersize": diameter * points.size,
+        "clip_on": False,
+        "markerfacecolor": face,
+        "markeredgecolor": edge,
+        "markeredgewidth": edge_width,
+        "alpha": points.opacity,
+    }
 
 
 def _draw_map(ax: axes.Axes, chart: Chart, cells: Heatmap) -> None:
@@ -279,23 +341,25 @@ def _draw_map(ax: axes.Axes, chart: Chart, cells: Heatmap) -> None:
     # Cells
     values = np.array(cells.values)
     rows, columns = values.shape
-    style: Any = {
-        "vmin": 0,
-        "vmax": 1,
-        "cmap": "cividis",
-        "square": True,
-        "cbar": False,
-        "linecolor": "white",
-    }
-    style |= {
-        "linewidths": 0.8 if cells.written else 1.2,
-        "xticklabels": False,
-        "yticklabels": False,
-    }
+    texts = None
     if cells.written:
-        texts = [[cells.scale.text(value) for value in row] for row in cells.values]
-        style |= {"annot": np.array(texts), "annot_kws": {"fontsize": 8.5}, "fmt": ""}
-    sns.heatmap(cells.scale.fraction(values), ax=ax, **style)
+        texts = np.array([[cells.scale.text(value) for value in row] for row in cells.values])
+    sns.heatmap(
+        cells.scale.fraction(values),
+        ax=ax,
+        vmin=0,
+        vmax=1,
+        cmap="cividis",
+        square=True,
+        cbar=False,
+        linecolor="white",
+        linewidths=0.8 if cells.written else 1.2,
+        xticklabels=False,
+        yticklabels=False,
+        annot=texts,
+        annot_kws={"fontsize": 8.5},
+        fmt="",
+    )
     # Seaborn's cells start at integers, a chart's are centred on them: shift by half a cell
     for artist in (*ax.collections, *ax.texts):
         artist.set_transform(Affine2D().translate(-0.5, -0.5) + ax.transData)
@@ -306,106 +370,242 @@ def _draw_map(ax: axes.Axes, chart: Chart, cells: Heatmap) -> None:
         ruler.label.set_fontsize(size + 0.5)
     ax.set(xlim=(-0.5, columns - 0.5), ylim=(rows - 0.5, -0.5))
     ax.tick_params(length=0, labelsize=size)
-    # Marked cells
+    _mark_cells(ax, cells)
+    ax.set_title(chart.heading, loc="left", fontsize=11 if cells.written else 9.5)
+    if cells.legend:
+        _draw_colour_bar(ax, cells, columns)
+
+
+def _mark_cells(ax: axes.Axes, cells: Heatmap) -> None:
+    """Draw the outlines and dots of the marked cells, and the letters of all."""
     for row, column in cells.chosen:
-        ax.add_patch(
-            Rectangle(
-                (column - 0.44, row - 0.44), 0.88, 0.88, fill=False, edgecolor=CHOSEN, linewidth=1.8
-            )
-        )
+        corner = (column - 0.44, row - 0.44)
+        ax.add_patch(Rectangle(corner, 0.88, 0.88, fill=False, edgecolor=CHOSEN, linewidth=1.8))
         ax.plot(column, row, "o", color="white", markeredgecolor="black", markersize=3.2)
     for row, letters in enumerate(cells.letters):
         for column, letter in enumerate(letters):
             if letter.strip():
-                ink = cividis(float(cells.scale.fraction(cells.values[row][column])))[1]
+                _, ink = cividis(float(cells.scale.fraction(cells.values[row][column])))
                 ax.text(column, row, letter, ha="center", va="center", fontsize=6.5, color=ink)
-    ax.set_title(chart.heading, loc="left", fontsize=11 if cells.written else 9.5)
-    # Colour bar
-    if cells.legend:
-        bar_axes = ax.inset_axes((1.0 + 0.35 / columns, 0, 0.35 / columns, 1))  # as tall as the map
-        bar = ax.figure.colorbar(ax.collections[0], cax=bar_axes)
-        tick_values = cells.scale.ticks
-        tick_texts = [cells.scale.text(value) for value in tick_values]
-        bar.set_ticks(cells.scale.fraction(tick_values).tolist(), labels=tick_texts, fontsize=9)
-        bar.set_label(cells.legend, fontsize=9.5)
-        bar.outline.set_visible(False)
+
+
+def _draw_colour_bar(ax: axes.Axes, cells: Heatmap, columns: int) -> None:
+    """Draw the colour scale of a map right of it, as tall as it is."""
+    width = 0.35 / columns
+    bar_axes = ax.inset_axes((1.0 + width, 0, width, 1))
+    bar = ax.figure.colorbar(ax.collections[0], cax=bar_axes)
+    tick_values = cells.scale.ticks
+    tick_texts = [cells.scale.text(value) for value in tick_values]
+    bar.set_ticks(cells.scale.fraction(tick_values).tolist(), labels=tick_texts, fontsize=9)
+    bar.set_label(cells.legend, fontsize=9.5)
+    bar.outline.set_visible(False)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A place for a name, in points of the figure."""
+
+    box: Bbox  # what the name covers
+    anchor: tuple[float, float]  # the point of the name that is given
+    alignment: Literal[
+        "left", "center", "right"
+    ]  # which point that is; vertically it is the middle
+    # where a line from what it names meets the box, as shares of its width and height; None for no line
+    end: tuple[float, float] | None = None
+
+
+@dataclass(frozen=True)
+class _Room:
+    """What is already drawn in axes."""
+
+    inside: Bbox  # frame of the axes
+    occupied: list[Bbox]  # boxes that names must not cover: marks and names
+    names: list[Bbox] = field(default_factory=list)  # those of names
+
+    def is_free(self, box: Bbox) -> bool:
+        """Return whether a name can cover a box."""
+        return not box.count_overlaps(self.occupied) and all(
+            self.inside.contains(*corner) for corner in (box.min, box.max)
+        )
+
+    def is_crossed(self, at: tuple[float, float], place: _Place) -> bool:
+        """Return whether the line from ``at`` to the name at a place crosses another name."""
+        if place.end is None:
+            return False
+        line = Path([at, place.box.min + place.box.size * np.array(place.end)])
+        return any(line.intersects_bbox(box) for box in self.names)
+
+    def take(self, box: Bbox) -> None:
+        """Reserve the box of a name."""
+        self.occupied.append(box)
+        self.names.append(box)
 
 
 def _draw_names(ax: axes.Axes, chart: Chart) -> None:
-    """Write the names of rules and points; a name of a point that finds no room is left out."""
-    occupied = _obstacles(ax)
-    inside = ax.get_window_extent()
-    to_points: Any = ax.transData.transform
+    """Write the names of rules, then of points; a name of a point that finds no room is left out."""
+    room = _Room(ax.get_window_extent(), _obstacles(ax))
     for mark in chart.marks:
-        match mark:
-            case Rule() if mark.label and mark.vertical:
-                top = to_points((mark.value, chart.y.high))
-                heights = [
-                    -LINE * (0.5 + row / 2) for row in range(int(2 * inside.height / LINE) - 1)
-                ]
-                if not _write(ax, mark.label, top, heights, occupied, gap=6):
-                    ax.annotate(mark.label, top, (6, -8), textcoords="offset points", va="center")
-            case Rule() if mark.label:
-                right_end: Any = {
-                    "xycoords": ax.get_yaxis_transform(),
-                    "textcoords": "offset points",
-                    "ha": "right",
-                }
-                ax.annotate(mark.label, (1, mark.value), (-6, 4), **right_end)
-            case Points():
-                for x, y, name in zip(mark.x, mark.y, mark.names, strict=False):
-                    if mark.shape == "stroke":
-                        ax.annotate(
-                            name,
-                            (x, y),
-                            (0, mark.size + 2),
-                            textcoords="offset points",
-                            ha="center",
-                        )
-                    elif name:
-                        heights = [
-                            0.0,
-                            *(sign * row * LINE for row in range(1, 6) for sign in (1, -1)),
-                        ]
-                        _write(ax, name, to_points((x, y)), heights, occupied)
+        if isinstance(mark, Rule) and mark.label and mark.vertical:
+            _name_vertical_rule(ax, mark, chart.y.high, room)
+        elif isinstance(mark, Rule) and mark.label:
+            _name_level_rule(ax, mark, room)
+    points = [mark for mark in chart.marks if isinstance(mark, Points)]
+    # A hollow mark without a text is a ring around a point of another group, which is named first
+    rings: dict[tuple[float, float], float] = {}
+    for mark in points:
+        if mark.hollow and not mark.tips and not mark.names:
+            rings |= dict.fromkeys(zip(mark.x, mark.y, strict=True), mark.size)
+    for is_ringed in (True, False):
+        for mark in points:
+            for x, y, name in zip(mark.x, mark.y, mark.names, strict=False):
+                if name and ((x, y) in rings) == is_ringed:
+                    gap = rings[x, y] + 4 if is_ringed else _GAP
+                    _name_point(ax, mark, (x, y), name, room, gap, stacks=bool(rings))
+
+
+def _name_vertical_rule(ax: axes.Axes, rule: Rule, top: float, room: _Room) -> None:
+    """Write the name of a vertical rule beside it, as high as there is room, else at the top."""
+    at = _in_points(ax, (rule.value, top))
+    num_heights = int(2 * room.inside.height / LINE) - 1
+    heights = [-LINE * (0.5 + row / 2) for row in range(num_heights)]
+    places = _places_beside(at, LETTER * len(rule.label), heights, _RULE_GAP)
+    if not _write(ax, rule.label, at, places, room):
+        ax.annotate(rule.label, at, (6, -8), textcoords="offset points", va="center")
+
+
+def _name_level_rule(ax: axes.Axes, rule: Rule, room: _Room) -> None:
+    """Write the name of a horizontal rule at an end that is free, above or below it; else above its right end."""
+    transform = ax.get_yaxis_transform()
+    _, y = transform.transform((0.0, rule.value))
+    width = LETTER * len(rule.label)
+    height = LINE - 3
+    rights = Bbox.from_bounds(room.inside.x1 - 6 - width, y + 3, width, height)
+    lefts = rights.translated(room.inside.x0 + 12 + width - room.inside.x1, 0.0)
+    below = -height - 6
+    places = [
+        (rights, 1, "right", 4),
+        (lefts, 0, "left", 4),
+        (rights.translated(0.0, below), 1, "right", -4),
+        (lefts.translated(0.0, below), 0, "left", -4),
+    ]
+    free = (place for place in places if room.is_free(place[0]))
+    box, end, alignment, offset = next(free, places[0])
+    room.take(box)
+    ax.annotate(
+        rule.label,
+        (end, rule.value),
+        (-6 if end else 6, offset),
+        xycoords=transform,
+        textcoords="offset points",
+        ha=alignment,
+        va="baseline" if offset > 0 else "top",
+    )
+
+
+def _name_point(
+    ax: axes.Axes,
+    mark: Points,
+    point: tuple[float, float],
+    name: str,
+    room: _Room,
+    gap: float,
+    *,
+    stacks: bool,
+) -> None:
+    """Write the name of a point beside it, with ``stacks`` else above or below it; of a stroke always above it."""
+    if mark.shape == "stroke":
+        ax.annotate(name, point, (0, mark.size + 2), textcoords="offset points", ha="center")
+        return
+    # Try the point's own height, then one above and one below it, and so on
+    heights = [0.0]
+    for row in range(1, 6):
+        heights += [row * LINE, -row * LINE]
+    at = _in_points(ax, point)
+    width = LETTER * len(name)
+    places = _places_beside(at, width, heights, gap)
+    if stacks:
+        places = chain(places, _places_stacked(at, width, room.inside, gap))
+    _write(ax, name, at, places, room)
+
+
+def _in_points(ax: axes.Axes, point: tuple[float, float]) -> tuple[float, float]:
+    """Convert data coordinates to points of the figure."""
+    x, y = ax.transData.transform(point)
+    return float(x), float(y)
 
 
 def _write(
-    ax: axes.Axes,
-    name: str,
-    at: Any,
-    heights: list[float],
-    occupied: list[Bbox],
-    *,
-    gap: float = 10,
+    ax: axes.Axes, name: str, at: tuple[float, float], places: Iterable[_Place], room: _Room
 ) -> bool:
-    """Write a name right or left of ``at``, at the first free height; return whether there was one."""
-    width = LETTER * len(name)
-    inside = ax.get_window_extent()
+    """Write a name of what is ``at`` a point at the first free place; return whether there was one.
+
+    Places whose line crosses no other name come first.
+    """
+    chosen = None
+    for place in places:
+        if not room.is_free(place.box):
+            continue
+        if not room.is_crossed(at, place):
+            chosen = place
+            break
+        chosen = chosen or place
+    if chosen is None:
+        return False
+    room.take(chosen.box)
+    ax.annotate(
+        name,
+        at,
+        chosen.anchor,
+        xycoords="figure points",
+        textcoords="figure points",
+        arrowprops=None if chosen.end is None else {**_LEADER, "relpos": chosen.end},
+        ha=chosen.alignment,
+        va="center",
+        annotation_clip=False,
+    )
+    return True
+
+
+def _places_beside(
+    at: tuple[float, float], width: float, heights: Sequence[float], gap: float
+) -> Iterator[_Place]:
+    """Yield places for a name of a width right and left of ``at``, at each height above it."""
+    x, y = at
     for height in heights:
-        for left in (gap, -gap - width):
-            # Look for a box that overlaps nothing
-            box = Bbox.from_bounds(at[0] + left, at[1] + height - LINE / 2, width, LINE)
-            if box.count_overlaps(occupied) or not all(
-                inside.contains(*corner) for corner in (box.min, box.max)
-            ):
-                continue
-            # Write the name, with a line to a point at another height
-            occupied.append(box)
-            leader = (
-                _LEADER | {"relpos": (left < 0, 0.5)}
-                if abs(height) > LINE / 2 and gap > 6
-                else None
+        has_line = abs(height) > LINE / 2 and gap > _RULE_GAP
+        bottom = y + height - LINE / 2
+        yield _Place(
+            Bbox.from_bounds(x + gap, bottom, width, LINE),
+            anchor=(x + gap, y + height),
+            alignment="left",
+            end=(0.0, 0.5) if has_line else None,
+        )
+        yield _Place(
+            Bbox.from_bounds(x - gap - width, bottom, width, LINE),
+            anchor=(x - gap, y + height),
+            alignment="right",
+            end=(1.0, 0.5) if has_line else None,
+        )
+
+
+def _places_stacked(
+    at: tuple[float, float], width: float, inside: Bbox, gap: float
+) -> Iterator[_Place]:
+    """Yield places for a name of a width above and below ``at``, centred there as far as the frame allows."""
+    x, y = at
+    # Keep off the frame, because widths of texts are estimates
+    left = max(inside.x0 + LETTER, min(x - width / 2, inside.x1 - LETTER - width))
+    share = (x - left) / width
+    distance = gap + LINE / 2
+    while distance < inside.height:
+        for height, edge in ((distance, 0.0), (-distance, 1.0)):
+            yield _Place(
+                Bbox.from_bounds(left, y + height - LINE / 2, width, LINE),
+                anchor=(left + width / 2, y + height),
+                alignment="center",
+                end=(share, edge),
             )
-            text = (at[0] + (gap if left > 0 else -gap), at[1] + height)
-            style: Any = {
-                "ha": "left" if left > 0 else "right",
-                "va": "center",
-                "annotation_clip": False,
-            }
-            ax.annotate(name, at, text, "figure points", "figure points", leader, **style)
-            return True
-    return False
+        distance += LINE / 2
 
 
 def _obstacles(ax: axes.Axes) -> list[Bbox]:
@@ -415,24 +615,26 @@ def _obstacles(ax: axes.Axes) -> list[Bbox]:
         path = drawn.get_path().transformed(drawn.get_transform())
         is_line = drawn.get_linestyle() != "None"
         if is_line:
-            path, reach = path.interpolated(24), 2
+            path = path.interpolated(24)
+            reach = 2.0
         elif (drawn.get_alpha() or 1.0) > _FAINT:
-            reach = 7
+            reach = max(7.0, drawn.get_markersize() / 2 + 1)
         else:
             continue
-        boxes += [
-            Bbox.from_bounds(x - reach, y - reach, 2 * reach, 2 * reach)
-            for x, y in np.asarray(path.vertices)
-        ]
+        for x, y in np.asarray(path.vertices):
+            boxes.append(Bbox.from_bounds(x - reach, y - reach, 2 * reach, 2 * reach))
     return boxes
 
 
 def cividis(value: float) -> tuple[str, str]:
     """Return the colour of ``value``, clipped to [0, 1], and black or white for text on it (WCAG contrast)."""
-    rgb = np.array(colormaps["cividis"](min(1.0, max(0.0, float(value))))[:3])
+    share = min(1.0, max(0.0, float(value)))
+    rgb = np.array(colormaps["cividis"](share)[:3])
+    # Relative luminance of sRGB
     linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
     luminance = float(linear @ [0.2126, 0.7152, 0.0722])
-    return colors.to_hex(rgb.tolist()), "#000" if luminance > 0.179 else "#fff"
+    ink = "#000" if luminance > 0.179 else "#fff"
+    return colors.to_hex(rgb.tolist()), ink
 
 
 def plot_head_scores(scores: HeadScores) -> Picture:
@@ -444,8 +646,5 @@ def plot_layout(layout: Layout, scores: HeadScores | None = None) -> Picture:
     """Plot a layout's global heads, marked on head scores if given; ``UserError``: the scores have another grid."""
     if scores is None:
         return picture(density_charts.grid_chart(layout))
-    return picture(
-        density_charts.layout_chart(
-            scores, layout.strategy, layout, coverage(scores, layout), number=1
-        )
-    )
+    covered = coverage(scores, layout)
+    return picture(density_charts.layout_chart(scores, layout.strategy, layout, covered, number=1))

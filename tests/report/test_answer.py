@@ -10,17 +10,23 @@ import numpy as np
 import pandas as pd
 import pytest
 from helpers import Page, make_domain_table
+from matplotlib.text import Text
+from matplotlib.transforms import Bbox
 
+from spkv_nas.artifacts.comparison import DENSE
 from spkv_nas.artifacts.layout import Layout
+from spkv_nas.artifacts.measurement import Measurement
 from spkv_nas.artifacts.result_tables import VERDICT
 from spkv_nas.report import page as report_page
+from spkv_nas.report import plot
 from spkv_nas.report.answer import answer_layout, loss_memory_chart, position_chart
 from spkv_nas.report.chart import Line, Points
 from spkv_nas.report.density_charts import grid_chart, window_shades
-from spkv_nas.report.evidence import all_evidence
+from spkv_nas.report.evidence import VERDICT as VERDICT_SOURCE
+from spkv_nas.report.evidence import Evidence, Result, all_evidence
 from spkv_nas.report.inputs import ReportInputs, ResultFile
 from spkv_nas.report.page import write_report
-from spkv_nas.report.verdict import conclude
+from spkv_nas.report.verdict import Verdict, conclude
 
 NAME = "<img src=x onerror=alert(1)>"
 CHOSEN = Layout(("GL", "MN", "LL", "LM"), windows={"L": 8, "M": 16, "N": 64}, strategy=NAME)
@@ -109,6 +115,82 @@ def test_every_measurement_is_a_point_with_its_own_numbers(inputs: ReportInputs)
     # An end that is not known has no line
     lines = {mark.y for mark in chart.marks if isinstance(mark, Line)}
     assert lines == {(1.2, 2.88), (0.709, 0.96), (1.65, 2.63)}
+
+
+CROWDS = {
+    "beside-an-interval": [
+        ("window-per-head-18", "passes", 0.83, 0.65, 0.98, 17.2),
+        ("window-per-head-15", "open", 1.17, 0.93, 1.4, 15.0),
+        ("window-per-head-12", "fails", 1.98, 1.24, 2.65, 11.9),
+    ],
+    "of-one-memory": [
+        ("window-per-head-15", "passes", 0.62, np.nan, 0.95, 15.0),
+        ("window-per-head-18", "passes", 0.5, np.nan, 0.9, 17.9),
+        ("one-window-512", "open", 0.9, 0.6, 1.25, 15.0),
+        ("one-window-256", "fails", 1.4, 1.1, 1.9, 14.9),
+    ],
+    "of-one-loss": [
+        ("window-per-head-15", "passes", 0.3, np.nan, 0.6, 15.0),
+        ("one-window-256", "passes", 0.35, np.nan, 0.65, 14.9),
+        ("head-gates-256", "passes", 0.33, 0.1, 0.6, 14.8),
+    ],
+    "at-the-edge": [
+        ("window-per-head-15", "passes", -0.02, np.nan, 0.3, 15.0),
+        ("window-per-head-12", "passes", 0.02, np.nan, 0.4, 12.0),
+        ("window-per-head-10", "passes", 0.1, np.nan, 0.5, 10.0),
+        ("window-per-head-8", "fails", 1.3, 1.01, 1.6, 8.0),
+    ],
+}
+
+
+@pytest.mark.parametrize("rows", CROWDS.values(), ids=CROWDS.keys())
+def test_names_cover_neither_points_nor_the_frame(rows: list[tuple[Any, ...]]) -> None:
+    """The name of the chosen layout touched its ring, or was left out, and the margin's name covered points."""
+    results = []
+    for name, answer, loss, low, high, percent in rows:
+        measured = Measurement(
+            candidate=name,
+            criterion="nll",
+            answer=answer,
+            margin=1.0,
+            unit="%",
+            loss=loss,
+            low=low,
+            high=high,
+            num_samples=100,
+            noun="documents",
+            more_samples=None,
+            num_available=1000,
+            risk=0.05,
+            against="dense",
+            kv_cache_percent=percent,
+            context=512,
+        )
+        results.append(Result(name, loss, share=percent / 100, measured=(measured,)))
+    evidence = Evidence("by a verdict", 0.0, VERDICT_SOURCE, DENSE, tuple(results))
+    chart = loss_memory_chart(
+        [evidence], Verdict(("", "", ""), layout=results[0], evidence=evidence)
+    )
+    assert chart is not None
+    with plot.drawing():
+        (axes,) = plot.draw(chart).axes
+        names = {}
+        for text in axes.texts:
+            text.get_window_extent()  # places it
+            names[text.get_text()] = Text.get_window_extent(text)  # without the line to the point
+    assert {results[0].name, "margin 1 %"} <= names.keys()
+    points = [mark for mark in chart.marks if isinstance(mark, Points)]
+    for text, box in names.items():
+        assert axes.bbox.padded(1.0).containsx(box.x0), text
+        assert axes.bbox.padded(1.0).containsx(box.x1), text
+        assert axes.bbox.padded(1.0).containsy(box.y0), text
+        for mark in points:
+            for x, y in axes.transData.transform(list(zip(mark.x, mark.y, strict=True))):
+                size = mark.size
+                disc = Bbox.from_bounds(x - size, y - size, 2 * size, 2 * size)
+                assert not box.overlaps(disc), text
+    boxes = list(names.values())
+    assert not any(box.count_overlaps(boxes[:index]) for index, box in enumerate(boxes))
 
 
 def test_loss_by_position_is_of_the_chosen_layout(inputs: ReportInputs) -> None:
