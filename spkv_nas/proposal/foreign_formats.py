@@ -365,10 +365,15 @@ def _target_files(target: Path) -> list[Path]:
         )
     else:
         target_files = [target / TSV_NAME, target / CONFIG_NAME]
+    _check_absent(target_files)
+    return target_files
+
+
+def _check_absent(target_files: Sequence[Path]) -> None:
+    """Check that no file is there. Raises ``UserError`` otherwise."""
     for file in target_files:
         if file.exists():
             raise errors.UserError(f"{file} already exists: choose another name")
-    return target_files
 
 
 def _write(target_files: Sequence[Path], layout: Layout, *, source: str) -> list[str]:
@@ -407,11 +412,13 @@ def _write_duo_attention(target_files: Sequence[Path], scores: ForeignScores) ->
         "source": scores.source,
         "created_by": _CREATED_BY,
     }
+    # Write both files or neither, and refuse those that appear meanwhile like those that were there before
     folder = target_files[0].parent
-    # Both files or neither
-    with (replacing if folder.is_dir() else new_folder)(folder) as new:
+    writing = replacing(folder) if folder.is_dir() else new_folder(folder, replaces=False)
+    with writing as new:
         files.write_json(new / CONFIG_NAME, config)
         files.write_atomic(new / TSV_NAME, _lines(scores.values, "{:.18e}"))
+        _check_absent(target_files)
     content = "scores"
     if scores.is_mask:
         content = f"{int(scores.values.sum())} of {scores.values.size} KV heads global"

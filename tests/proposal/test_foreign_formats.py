@@ -9,6 +9,7 @@ import csv
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -20,6 +21,7 @@ from paths import ROOT, copy_example
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
 from spkv_nas.cli import main
+from spkv_nas.proposal import foreign_formats
 from spkv_nas.proposal.foreign_formats import (
     ForeignScores,
     convert,
@@ -338,6 +340,29 @@ class TestConverting:
         with pytest.raises(UserError, match=r"config\.json already exists"):
             convert(ours, duo)
         assert (duo / "config.json").read_bytes() == config
+
+    @pytest.mark.parametrize(
+        ("name", "message"),
+        [("config.json", "already exists"), ("notes.txt", "was written by another process")],
+    )
+    def test_a_folder_that_appears_meanwhile_is_kept(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, message: str
+    ) -> None:
+        """It was replaced, with everything in it."""
+        target = tmp_path / "duo"
+        write_json = foreign_formats.files.write_json
+
+        def write_while_another_does(path: Path, content: Any) -> None:
+            target.mkdir()
+            (target / name).write_text("kept")
+            write_json(path, content)
+
+        monkeypatch.setattr(foreign_formats.files, "write_json", write_while_another_does)
+        with pytest.raises(UserError, match=message):
+            convert(COMMITTED / "densest.yaml", target)
+        assert [file.name for file in tmp_path.iterdir()] == ["duo"]
+        assert [file.name for file in target.iterdir()] == [name]
+        assert (target / name).read_text() == "kept"
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int, str, str]:
