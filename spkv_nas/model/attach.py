@@ -394,7 +394,7 @@ def _check_runs(model: PreTrainedModel, attn_implementation: str | None) -> None
         ) from error
 
 
-def _check_layers(model: PreTrainedModel, calls: Sequence[attention_calls.AttentionCall]) -> None:
+def _check_layers(model: PreTrainedModel, calls: Sequence[attention_calls.RecordedCall]) -> None:
     """Raise ``UserError`` unless the layers that made ``calls`` are placed and numbered as the config says."""
     layers = [call.module for call in calls]
     reason = layer_places.miscounted(model, layers)
@@ -415,7 +415,7 @@ def _run(model: PreTrainedModel) -> attention_calls.Recording:
     return recording
 
 
-def dry_run(model: PreTrainedModel) -> list[attention_calls.AttentionCall]:
+def dry_run(model: PreTrainedModel) -> list[attention_calls.RecordedCall]:
     """Run one forward pass over 2 tokens through ``spkv``, and return the attention calls in order.
 
     Raises ``UserError`` unless each attention layer of the model calls the function exactly once, with every limit that
@@ -472,7 +472,7 @@ def dry_run(model: PreTrainedModel) -> list[attention_calls.AttentionCall]:
     return calls
 
 
-def check_hooks(calls: list[attention_calls.AttentionCall], what: str) -> None:
+def check_hooks(calls: list[attention_calls.RecordedCall], what: str) -> None:
     """Set the head size of each hooked layer; ``UserError`` about ``what`` unless its state agrees with its call."""
     for index, call in enumerate(calls):
         state = getattr(call.module, "spkv", None)

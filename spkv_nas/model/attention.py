@@ -7,10 +7,11 @@ Inputs for which the result would be silently wrong raise ``UserError`` (``atten
 attention masks other than those of padding and packed documents, and a cache other than ``SPKVCache``.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from spkv_kernels import attention
@@ -23,18 +24,32 @@ from spkv_nas.model import attention_calls
 from spkv_nas.model.gates import FixedGates, Gate, UtilityPredictor, gate_from_logits, priced
 from spkv_nas.model.learned_sinks import chosen_sink_logits, layer_learned_sinks
 
+if TYPE_CHECKING:
+    from spkv_nas.model.layer_cache import SPKVCacheLayer
+
 GLOBAL_WINDOW = 1 << 30  # longer than any sequence
 
 
-class Observer(Protocol):
-    """Function of a layer's queries, keys and values that observes its attention, or replaces it.
+class Observer(ABC):
+    """Object that observes the attention of a layer, or replaces it.
 
-    One with the attribute ``knows_documents`` also takes ``starts`` of packed documents, as ``spkv_kernels.attention``,
-    and one with ``sees_readers`` is called for the layers that read this layer's keys, too, after this layer.
+    A plain function ``observer(q, k, v, scale, sink_logits)`` does the same for texts that are one document.
     """
 
+    # Whether it is also called for the layers that read this layer's keys, after this layer
+    sees_readers: ClassVar[bool] = False
+    # Whether it takes ``starts``; otherwise packed documents are refused
+    knows_documents: ClassVar[bool] = False
+
+    @abstractmethod
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float, sink_logits: Tensor | None, /
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        sink_logits: Tensor | None,
+        starts: Tensor | None = None,
     ) -> Tensor | None:
         """Return the attention output [B, Hq, T, D] of a pass, or None to leave it to the model.
 
@@ -44,7 +59,11 @@ class Observer(Protocol):
             v: [B, Hkv, T, D].
             scale: scale of the scores, which ``LayerState.softcap`` caps.
             sink_logits: learned sinks [Hq] of the model, or None; ``refuse_learned_sinks`` where they are not computed.
+            starts: where the document of each token starts, int [B, T]; None: each row is one document.
         """
+
+
+ObserverFunction = Callable[[Tensor, Tensor, Tensor, float, Tensor | None], Tensor | None]
 
 
 @dataclass
@@ -76,7 +95,8 @@ class LayerState:
     sinks: tuple[int, ...] = ()
     # whether the layer's learned sinks act, which belong to the layout that they were added to
     learned_sinks: bool = False
-    observer: Observer | None = None  # called with each pass's queries, keys and values
+    # Called with each pass's queries, keys and values
+    observer: Observer | ObserverFunction | None = None
     num_readers: int = 0  # later layers without keys of their own, which read this layer's keys and share this state
     softcap: float | None = None  # cap of the scores in the pass that ``observer`` sees
     # Whether all heads keep the native window in every layout (local_layers.py)
@@ -182,6 +202,19 @@ class LayerState:
                 f"{num_tokens} tokens, so gates beyond it would have no effect\n"
                 "set sliding_window to null in the model's config, or use shorter blocks"
             )
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """What the attention function computes with besides queries, keys and values, as the pre-hook passes it on."""
+
+    state: LayerState  # state of the layer, or of the layer whose keys it reads
+    is_reader: bool = False  # whether it reads the keys of another layer
+    cache: "SPKVCacheLayer | None" = None  # the layer's part of the cache
+    gate: Gate | None = None  # gate of the new keys; None: none decides
+    starts: Tensor | None = None  # where the documents start that the gate knows, int [B, T]
+    sink_logits: Tensor | None = None  # learned sinks, [Hq]
+    softcap: float | None = None  # cap of the scores
 
 
 def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
@@ -292,57 +325,76 @@ def added_modules(layer: nn.Module) -> dict[str, nn.Module | None]:
 def _pre_hook(
     layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
-    """Add the layer's state, its part of the cache, and its gate to the keyword arguments of an attention layer."""
+    """Add an ``AttentionCall`` with the layer's state, cache, gate and learned sinks to its keyword arguments."""
     state = layer_state(layer)
-    source = layer_source(layer)
-    settings = state.settings
-    extra: dict[str, Any] = {
-        "spkv_state": state,
-        "spkv_reads": True if source is not layer else None,
-    }
+    cache = _cache_layer(layer, kwargs)
     predictor = layer_predictor(layer)
-    # Pass on the layer's part of the cache
+    gate = None
+    starts = None
+    # In open mode the gate only closes local heads
+    if predictor is not None and (
+        state.settings.mode != "open" or gate_config.LOCAL in predictor.row
+    ):
+        hidden_states = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+        # With a cache, token 0 need not be the first of the text
+        if cache is None:
+            mask = kwargs.get("attention_mask")
+            starts = attention_calls.document_starts(mask, kwargs, hidden_states)
+        gate = _compute_gate(predictor, state, hidden_states, starts, cache is None, kwargs)
+    learned_sinks = layer_learned_sinks(layer) if state.learned_sinks else None
+    call = AttentionCall(
+        state=state,
+        is_reader=layer_source(layer) is not layer,
+        cache=cache,
+        gate=gate,
+        starts=starts,
+        sink_logits=None if learned_sinks is None else learned_sinks(),
+    )
+    return args, {**kwargs, attention_calls.CALL_KEYWORD: call}
+
+
+def _cache_layer(layer: nn.Module, kwargs: dict[str, Any]) -> "SPKVCacheLayer | None":
+    """Return the part of an ``SPKVCache`` that belongs to a layer, or to the layer whose keys it reads.
+
+    None if the call has no cache. Raises ``UserError`` for any other cache.
+    """
     cache = kwargs.get("past_key_values")
     if cache is None:
         cache = kwargs.get("layer_past")  # its name in GPT-NeoX and others
-    if cache is not None:
-        # Layers that share their weights, as in Zamba, are told their index
-        cache_layer = _cache_layer(
-            cache, kwargs.get("layer_idx", getattr(source, "layer_idx", None))
-        )
-        if source is layer:
-            cache_layer.expect_update()
-        extra["spkv_cache"] = cache_layer
-    # Compute the gate; in open mode it only closes local heads
-    if predictor is not None and (settings.mode != "open" or gate_config.LOCAL in predictor.row):
-        hidden_states = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-        mask = kwargs.get("attention_mask")
-        starts = None
-        # With a cache, token 0 need not be the first of the text
-        if cache is None:
-            extra["spkv_starts"] = starts = attention_calls.document_starts(
-                mask, kwargs, hidden_states
-            )
-        is_text = attention_calls.text_tokens(mask, starts, hidden_states)
-        logits = predictor(hidden_states, sinks=cache is None, starts=starts, is_text=is_text)
-        if settings.price is not None and isinstance(predictor, UtilityPredictor):
-            logits = priced(logits, settings.price, is_text)
-        # Let windows override the gate
-        if state.windows is None:
-            extra["spkv_gate"] = gate_from_logits(
-                logits, settings.mode, settings.tau, settings.anneal, settings.p_min
-            )
-    if state.learned_sinks and (learned_sinks := layer_learned_sinks(layer)) is not None:
-        extra["spkv_sink_logits"] = learned_sinks()
-    return args, {**kwargs, **extra}
-
-
-def _cache_layer(cache: Any, index: int | None) -> Any:
-    """Return layer ``index`` of an ``SPKVCache``. Raises ``UserError`` for any other cache."""
+    if cache is None:
+        return None
+    # Layers that share their weights, as in Zamba, are told their index
+    source = layer_source(layer)
+    index = kwargs.get("layer_idx", getattr(source, "layer_idx", None))
     layers = getattr(cache, "layers", ())
     if not isinstance(index, int) or index >= len(layers) or not hasattr(layers[index], "attend"):
         raise cache_error(cache)
-    return layers[index]
+    cache_layer: SPKVCacheLayer = layers[index]
+    if source is layer:
+        cache_layer.expect_update()
+    return cache_layer
+
+
+def _compute_gate(
+    predictor: UtilityPredictor | FixedGates,
+    state: LayerState,
+    hidden_states: Tensor,
+    starts: Tensor | None,
+    begins_text: bool,
+    kwargs: dict[str, Any],
+) -> Gate | None:
+    """Compute the gate of a layer from its input [B, T, C]; None where windows override it.
+
+    Documents begin at ``starts`` [B, T], and the text at the first token if ``begins_text``.
+    """
+    settings = state.settings
+    is_text = attention_calls.text_tokens(kwargs.get("attention_mask"), starts, hidden_states)
+    logits = predictor(hidden_states, sinks=begins_text, starts=starts, is_text=is_text)
+    if settings.price is not None and isinstance(predictor, UtilityPredictor):
+        logits = priced(logits, settings.price, is_text)
+    if state.windows is not None:
+        return None
+    return gate_from_logits(logits, settings.mode, settings.tau, settings.anneal, settings.p_min)
 
 
 def cache_error(cache: Any) -> UserError:
@@ -370,22 +422,56 @@ def _attention_function(
     zero channels up to the larger size, also in the cache.
     """
     # Record and check the call
-    attention_calls.record_call(module, key, value, attention_calls.requested_window(kwargs))
-    cache = kwargs.get("spkv_cache")
+    window = attention_calls.requested_window(kwargs)
+    attention_calls.record_call(module, key, value, window)
+    call: AttentionCall | None = kwargs.get(attention_calls.CALL_KEYWORD)
+    if call is None:  # the layer is not hooked yet
+        call = AttentionCall(LayerState(key.shape[1], window))
     attention_calls.refuse_keywords(module, kwargs)
-    attention_calls.refuse_tensors(query, key, value, attention_mask, dropout, cache)
-    state = _call_state(key.shape[1], kwargs)
+    attention_calls.refuse_tensors(query, key, value, attention_mask, dropout, call.cache)
+    _check_window(call.state, window)
     # Attend with queries, keys and values of one size
-    scaling, value_size = scaling or query.shape[-1] ** -0.5, value.shape[-1]
+    scale = scaling or query.shape[-1] ** -0.5
     q, k, v = attention_calls.one_head_size(query, key, value)
-    if state.num_readers and state.gate_window is not None:
-        kwargs = attention_calls.with_shared_gate(key, kwargs)
-    out = _attend(state, q, k, v, attention_mask, scaling, kwargs)
-    return out[..., :value_size].transpose(1, 2).to(value.dtype).contiguous(), None
+    call = _complete_call(call, key, kwargs)
+    if call.cache is not None:
+        out = _attend_over_cache(call, call.cache, q, k, v, attention_mask, scale, kwargs)
+    else:
+        starts = attention_calls.document_starts(attention_mask, kwargs, q)
+        _check_gate_documents(call, starts)
+        observed = _observe(call, q, k, v, scale, starts)
+        out = _attend(call, q, k, v, scale, starts) if observed is None else observed
+    return out[..., : value.shape[-1]].transpose(1, 2).to(value.dtype).contiguous(), None
 
 
-def _attend(
-    state: LayerState,
+def _check_window(state: LayerState, window: int | None) -> None:
+    """Raise ``UserError`` if the sliding window of a layer is another one than when it was hooked."""
+    if state.requested_window != window:
+        raise UserError(
+            f"the sliding window of a layer was changed from {state.requested_window} to {window} after the model was "
+            "hooked: call detach(model), and add gates or layout again"
+        )
+
+
+def _complete_call(call: AttentionCall, key: Tensor, kwargs: dict[str, Any]) -> AttentionCall:
+    """Add what the layer itself passes, and the gate that readers of ``key`` [B, Hkv, T, D] share with its layer."""
+    gate = call.gate
+    if call.state.num_readers and call.state.gate_window is not None:
+        gate = attention_calls.shared_gate(key, gate, is_reader=call.is_reader)
+    return AttentionCall(
+        state=call.state,
+        is_reader=call.is_reader,
+        cache=call.cache,
+        gate=gate,
+        starts=call.starts,
+        sink_logits=chosen_sink_logits(kwargs.get("s_aux"), call.sink_logits),
+        softcap=kwargs.get("softcap"),
+    )
+
+
+def _attend_over_cache(
+    call: AttentionCall,
+    cache: "SPKVCacheLayer",
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -393,38 +479,71 @@ def _attend(
     scale: float,
     kwargs: dict[str, Any],
 ) -> Tensor:
-    """Compute the output [B, Hq, T, D] of a checked call, over the cache or by an observer if there is one."""
-    gate: Gate | None = kwargs.get("spkv_gate")
-    is_reader = bool(kwargs.get("spkv_reads"))
-    sink_logits = chosen_sink_logits(kwargs.get("s_aux"), kwargs.get("spkv_sink_logits"))
-    if kwargs.get("spkv_cache") is not None:
-        return _attend_over_cache(state, q, k, v, mask, scale, sink_logits, kwargs)
-    # Find the documents of each row, which the pre-hook passed to the gates
-    starts = attention_calls.document_starts(mask, kwargs, q)
-    if (
-        gate is not None
-        and starts is not None
-        and not is_reader
-        and kwargs.get("spkv_starts") is None
-    ):
+    """Attend over the layer's part of the cache, which stores what gates keep; return [B, Hq, T, D]."""
+    if kwargs.get("cu_seq_lens_q") is not None or kwargs.get("seq_idx") is not None:
+        raise UserError(
+            "a cache holds no packed documents (cu_seq_lens_q, seq_idx): give use_cache=False"
+        )
+    if call.gate is not None and call.gate.log_utility is not None:
+        raise UserError(
+            'soft and sampled gates keep every key: call set_gate_mode(model, "hard") to use a cache, or the model '
+            "with use_cache=False"
+        )
+    if call.state.gate_window is not None:
+        call.state.check_gate_reach(cache.get_seq_length() + q.shape[2])
+    out: Tensor = cache.attend(
+        q.to(v.dtype),
+        k.to(v.dtype),
+        v,
+        call.gate.keep if call.gate else None,
+        mask,
+        scale,
+        call.sink_logits,
+        call.softcap,
+        is_reader=call.is_reader,
+    )
+    return out
+
+
+def _check_gate_documents(call: AttentionCall, starts: Tensor | None) -> None:
+    """Raise ``UserError`` if the gate of a layer does not know of the documents that start at ``starts`` [B, T]."""
+    has_own_gate = call.gate is not None and not call.is_reader
+    if has_own_gate and starts is not None and call.starts is None:
         raise UserError(
             "this model's layers get their attention mask by position, so gates cannot tell documents"
         )
-    softcap = kwargs.get("softcap")
-    observer = state.observer
-    if observer is not None and (not is_reader or getattr(observer, "sees_readers", False)):
-        if softcap is not None:
-            state.softcap = softcap
-        observed = _observe(observer, q, k, v, scale, sink_logits, starts)
-        if observed is not None:
-            return observed
-    # Attend within the sequence
-    if gate is not None:
+
+
+def _observe(
+    call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, scale: float, starts: Tensor | None
+) -> Tensor | None:
+    """Let the observer of a layer, if it has one, measure attention, or replace it by the output that it returns."""
+    observer = call.state.observer
+    if observer is None:
+        return None
+    if call.is_reader and not (isinstance(observer, Observer) and observer.sees_readers):
+        return None
+    if call.softcap is not None:
+        call.state.softcap = call.softcap
+    if starts is None:
+        return observer(q, k, v, scale, call.sink_logits)
+    if not (isinstance(observer, Observer) and observer.knows_documents):
+        raise UserError(
+            "this measurement of attention does not support separate documents: give joined ones"
+        )
+    return observer(q, k, v, scale, call.sink_logits, starts=starts)
+
+
+def _attend(
+    call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, scale: float, starts: Tensor | None
+) -> Tensor:
+    """Attend within the sequence, or its documents that start at ``starts`` [B, T]; return [B, Hq, T, D]."""
+    state = call.state
+    if call.gate is not None:
         state.check_gate_reach(q.shape[2])
     if q.is_meta:  # only shapes are needed
         return q
-    if gate is not None:
-        gate = gate.of_heads(k.shape[1])
+    gate = None if call.gate is None else call.gate.of_heads(k.shape[1])
     # Under autocast RoPE returns q and k in float32; v has the dtype of the matmul
     return attention(
         q.to(v.dtype),
@@ -432,82 +551,13 @@ def _attend(
         v,
         window=state.operator_window(q.device, gated=gate is not None),
         sinks=state.operator_sinks(q.device),
-        sink_logits=sink_logits,
+        sink_logits=call.sink_logits,
         log_utility=gate.log_utility if gate else None,
         keep=gate.keep if gate else None,
         starts=starts,
         scale=scale,
-        softcap=softcap,
+        softcap=call.softcap,
     )
-
-
-def _attend_over_cache(
-    state: LayerState,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    sink_logits: Tensor | None,
-    kwargs: dict[str, Any],
-) -> Tensor:
-    """Compute the output [B, Hq, T, D] of a call over the layer's part of the cache, which stores what gates keep."""
-    gate: Gate | None = kwargs.get("spkv_gate")
-    cache = kwargs["spkv_cache"]
-    if kwargs.get("cu_seq_lens_q") is not None or kwargs.get("seq_idx") is not None:
-        raise UserError(
-            "a cache holds no packed documents (cu_seq_lens_q, seq_idx): give use_cache=False"
-        )
-    if gate is not None and gate.log_utility is not None:
-        raise UserError(
-            'soft and sampled gates keep every key: call set_gate_mode(model, "hard") to use a cache, or the model '
-            "with use_cache=False"
-        )
-    if state.gate_window is not None:
-        state.check_gate_reach(cache.get_seq_length() + q.shape[2])
-    out: Tensor = cache.attend(
-        q.to(v.dtype),
-        k.to(v.dtype),
-        v,
-        gate.keep if gate else None,
-        mask,
-        scale,
-        sink_logits,
-        kwargs.get("softcap"),
-        is_reader=bool(kwargs.get("spkv_reads")),
-    )
-    return out
-
-
-def _observe(
-    observer: Observer,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float,
-    sink_logits: Tensor | None,
-    starts: Tensor | None,
-) -> Tensor | None:
-    """Let an observer measure attention, or replace it by the output [B, Hq, T, D] that it returns."""
-    if starts is None:
-        return observer(q, k, v, scale, sink_logits)
-    if not getattr(observer, "knows_documents", False):
-        raise UserError(
-            "this measurement of attention does not support separate documents: give joined ones"
-        )
-    return observer(q, k, v, scale, sink_logits, starts=starts)  # type: ignore[call-arg]
-
-
-def _call_state(num_kv_heads: int, kwargs: dict[str, Any]) -> LayerState:
-    """Return the state of the calling layer. Raises ``UserError`` if the layer's sliding window is another one now."""
-    window = attention_calls.requested_window(kwargs)
-    state: LayerState = kwargs.get("spkv_state") or LayerState(num_kv_heads, window)
-    if state.requested_window != window:
-        raise UserError(
-            f"the sliding window of a layer was changed from {state.requested_window} to {window} after the model was "
-            "hooked: call detach(model), and add gates or layout again"
-        )
-    return state
 
 
 AttentionInterface.register("spkv", _attention_function)

@@ -11,12 +11,20 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from spkv_nas.base.errors import UserError
+from spkv_nas.model.gates import Gate
 
+# Keyword argument by which the pre-hook of a layer passes its ``attention.AttentionCall`` on
+CALL_KEYWORD = "spkv_call"
 # Keyword arguments of an attention call, besides its tensors. Any other one that is not None is refused
 _USED = {
-    "sliding_window", "s_aux", "is_causal", "cu_seq_lens_q", "seq_idx",
-    "softcap", "spkv_state", "spkv_cache", "spkv_gate", "spkv_sink_logits", "spkv_starts", "spkv_reads",
-}  # fmt: skip
+    CALL_KEYWORD,
+    "sliding_window",
+    "s_aux",
+    "is_causal",
+    "cu_seq_lens_q",
+    "seq_idx",
+    "softcap",
+}
 # Without effect on attention: positions are in q and k already, ``call_inputs`` compares the documents' other inputs,
 # masks tell of images, and the rest is about outputs and losses, or comes from ``generate``, as its tokenizer does
 _WITHOUT_EFFECT = {
@@ -44,7 +52,7 @@ _NOT_CAUSAL = (
 
 
 @dataclass
-class AttentionCall:
+class RecordedCall:
     """One recorded call of the attention function."""
 
     module: nn.Module  # attention layer that made the call
@@ -64,7 +72,7 @@ class AttentionCall:
 class Recording:
     """Hold what a model asked of the attention function and of its mask function."""
 
-    calls: list[AttentionCall] = field(
+    calls: list[RecordedCall] = field(
         default_factory=list
     )  # calls of the attention function, in order
     # numbers of recent keys to which masks limit attention: sliding windows, and chunks
@@ -113,7 +121,7 @@ def record_call(module: nn.Module, keys: Tensor, values: Tensor, native_window: 
             if latent_dim is None
             else (-(-(latent_dim + module.qk_rope_head_dim) // 2), head_dim)
         )
-        recording.calls.append(AttentionCall(module, keys, sizes[0], native_window, sizes[1]))
+        recording.calls.append(RecordedCall(module, keys, sizes[0], native_window, sizes[1]))
 
 
 def requested_window(kwargs: dict[str, Any]) -> int | None:
@@ -173,18 +181,19 @@ def one_head_size(*heads: Tensor) -> list[Tensor]:
     return [x if x.shape[-1] == size else pad(x, (0, size - x.shape[-1])) for x in heads]
 
 
-def with_shared_gate(key: Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the keywords of a call with the gate of the layer that computed ``key``, [B, Hkv, T, D], kept on it.
+def shared_gate(key: Tensor, gate: Gate | None, *, is_reader: bool) -> Gate | None:
+    """Return the gate of the layer that computed ``key`` [B, Hkv, T, D], which keeps it for other layers that read it.
 
     The gate then lives as long as the keys, also where activation checkpointing computes a reader of the keys again.
     """
-    if not kwargs.get("spkv_reads"):
-        key.spkv_gate = kwargs.get("spkv_gate")  # type: ignore[attr-defined]
+    if not is_reader:
+        key.spkv_gate = gate  # type: ignore[attr-defined]
     elif not hasattr(key, "spkv_gate"):
         raise UserError(
             "a layer reads a copy of another's keys, of which the gates are unknown: use one device"
         )
-    return {**kwargs, "spkv_gate": key.spkv_gate}  # type: ignore[attr-defined]
+    shared: Gate | None = key.spkv_gate  # type: ignore[attr-defined]
+    return shared
 
 
 def padding_mask(

@@ -26,7 +26,7 @@ from spkv_nas.base.memory import AdaptiveBatchSize, Result, chunk_bytes
 from spkv_nas.cost.formulas import FROZEN_ROOM, PassMemory, fitting_pass
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.model import model_shape, modes, weights
-from spkv_nas.model.attention import LayerState
+from spkv_nas.model.attention import LayerState, Observer
 from spkv_nas.model.placement import input_device
 from spkv_nas.probing.heads import HeadMeans, signal_table
 
@@ -161,7 +161,7 @@ def learned_table(
     )
 
 
-class Mixture:
+class Mixture(Observer):
     """Attention observer of one layer."""
 
     sees_readers = True  # replaces attention also in layers that read the keys of this one
@@ -224,7 +224,7 @@ class Mixture:
         return mixed
 
 
-class Differences:
+class Differences(Observer):
     """Attention observer of one layer that adds, for each window, a share of what it changes to the layer's attention.
 
     The shares are 0, so the attention stays what it is, and their gradients say what the loss does when a head moves

@@ -180,7 +180,7 @@ def measure_sinks(
             layer: torch.zeros(0) for layer in candidates
         }  # [Hq, positions], summed over queries and blocks
         for layer in candidates:
-            states[layer].observer = _observer(
+            states[layer].observer = _SinkObserver(
                 sums, layer, states[layer], slice(start, stop), num_positions
             )
         for block in range(blocks.num_blocks):  # one by one, to bound memory
@@ -198,26 +198,30 @@ def measure_sinks(
     return SinkReport(mass, num_kv_heads, average, tuple(activations.values()))
 
 
-def _observer(
-    sums: dict[int, Tensor],
-    layer: int,
-    state: attention.LayerState,
-    queries: slice,
-    num_positions: int,
-) -> Callable[..., None]:
-    """Return an attention observer that adds one layer's weights on the first keys of documents to ``sums``.
+@dataclass
+class _SinkObserver(attention.Observer):
+    """Observer that adds a layer's weights on the first keys of documents to ``sums``."""
 
-    The ``queries`` are a range of positions in the document.
-    """
+    knows_documents = True
 
-    def observe(
+    sums: dict[int, Tensor]  # layer -> [Hq, positions]
+    layer: int
+    state: attention.LayerState
+    queries: slice  # positions in the document of the queries that count
+    num_positions: int  # first keys of a document to look at
+
+    def __call__(
+        self,
         q: Tensor,
         k: Tensor,
-        _v: Tensor,
+        v: Tensor,
         scale: float,
         sink_logits: Tensor | None,
         starts: Tensor | None = None,
     ) -> None:
+        """Add the weights of a pass."""
+        queries = self.queries
+        num_positions = self.num_positions
         total = torch.zeros(q.shape[1], num_positions, device=q.device)
         stop = queries.stop if starts is None else q.shape[2]
         first = (
@@ -225,7 +229,7 @@ def _observer(
             if starts is None
             else starts
         )
-        options: Any = {"sink_logits": sink_logits, "softcap": state.softcap, "starts": starts}
+        options: Any = {"sink_logits": sink_logits, "softcap": self.state.softcap, "starts": starts}
         weighted = attention_weights(
             q[:, :, :stop], k[:, :, :stop], scale, window=stop, start=queries.start, **options
         )
@@ -239,10 +243,8 @@ def _observer(
                 :, None, None, :, None
             ]
             total += (on_first * counted).sum((0, -2)).flatten(0, 1)  # [Hq, positions]
-        sums[layer] = sums[layer] + total if len(sums[layer]) else total
-
-    observe.knows_documents = True  # type: ignore[attr-defined]
-    return observe
+        before = self.sums[self.layer]
+        self.sums[self.layer] = before + total if len(before) else total
 
 
 @contextmanager

@@ -36,7 +36,7 @@ from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation.nll import DocumentSums
 from spkv_nas.evaluation.paired import DocumentNLL
 from spkv_nas.model import learned_sinks, loss, windows
-from spkv_nas.model.attention import LayerState, attention_layers, layer_state
+from spkv_nas.model.attention import LayerState, Observer, attention_layers, layer_state
 from spkv_nas.model.placement import input_device
 
 
@@ -172,10 +172,11 @@ def chunked_attention(
 
 
 @dataclass
-class LayerReader:
+class LayerReader(Observer):
     """Observer of one attention layer, with or without readers of its keys, that applies the rule of a ``Reading``."""
 
-    sees_readers = knows_documents = True
+    sees_readers = True
+    knows_documents = True
 
     reading: "Reading"
     index: int

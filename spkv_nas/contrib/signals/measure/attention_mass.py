@@ -7,6 +7,7 @@ the first tokens of a text (attention sinks); the ``sinks`` option leaves those 
 are averaged: its G own ones, and as many of each later layer that reads its keys.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -49,7 +50,7 @@ def attention_mass(
             # [B, Hkv, T - w] of each layer and its readers
             masses: list[list[Tensor]] = [[] for _ in states]
             for state, layer_masses in zip(states, masses, strict=True):
-                state.observer = _observer(layer_masses, state, window, sinks)
+                state.observer = _MassObserver(layer_masses, state, window, sinks)
             model.get_decoder()(**blocks.boundaries.inputs(tokens), use_cache=False)
             return [
                 torch.stack([mass.to(device) for mass in layer_masses]).mean(0)
@@ -77,40 +78,47 @@ def attention_mass(
     )
 
 
-def _observer(
-    masses: list[Tensor], state: attention.LayerState, window: int, sinks: int
-) -> attention.Observer:
-    """Return an attention observer that appends masses [B, Hkv, T - w] of a layer, or its reader, to ``masses``."""
-    local_window = local_layers.layout_window(state, window, is_global=False)
+@dataclass
+class _MassObserver(attention.Observer):
+    """Observer that appends masses [B, Hkv, T - w] of a layer, or its reader, to ``masses``."""
 
-    def observe(
+    sees_readers = True
+    knows_documents = True
+
+    masses: list[Tensor]
+    state: attention.LayerState
+    window: int  # of local heads, in keys
+    sinks: int  # first keys of a document that do not count
+
+    def __call__(
+        self,
         q: Tensor,
         k: Tensor,
-        _v: Tensor,
+        v: Tensor,
         scale: float,
         sink_logits: Tensor | None,
         starts: Tensor | None = None,
     ) -> None:
+        """Compute the masses of a pass."""
+        local_window = local_layers.layout_window(self.state, self.window, is_global=False)
         parts = []
         chunks = attention_weights(
             q,
             k,
             scale,
-            window=state.checkpoint_window,
-            start=window,
+            window=self.state.checkpoint_window,
+            start=self.window,
             sink_logits=sink_logits,
             starts=starts,
-            softcap=state.softcap,
+            softcap=self.state.softcap,
         )
         for query, weights in chunks:
             # Sum the weights of keys outside the window, sinks left out
             key = torch.arange(weights.shape[-1], device=q.device)
             # First key of the query's document
             first = 0 if starts is None else starts[:, query][:, None, None, :, None]
-            far = (query[:, None] - key >= local_window) & (key - first >= sinks)
+            far = (query[:, None] - key >= local_window) & (key - first >= self.sinks)
             by_query_head = (weights * far).sum(-1).flatten(1, 2)  # [B, Hq, c]
-            parts.append(torch.stack(by_query_head.chunk(state.num_kv_heads, 1), 1).mean(2))
-        masses.append(torch.cat(parts, -1))
-
-    observe.knows_documents = observe.sees_readers = True  # type: ignore[attr-defined]
-    return observe
+            by_kv_head = torch.stack(by_query_head.chunk(self.state.num_kv_heads, 1), 1)
+            parts.append(by_kv_head.mean(2))
+        self.masses.append(torch.cat(parts, -1))

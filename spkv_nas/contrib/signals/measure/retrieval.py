@@ -115,7 +115,7 @@ def _measure(
         # Observe the attention of each layer, and of those that read its keys
         scores: list[list[Tensor]] = [[] for _ in states]
         for state, layer_scores in zip(states, scores, strict=True):
-            state.observer = _observer(layer_scores, state, depth, queries)
+            state.observer = _CopyObserver(layer_scores, state, depth, queries)
         decoded = model.get_decoder()(**blocks.boundaries.inputs(tokens), use_cache=False)
         # Count the needle tokens that the model predicts
         logits = model.get_output_embeddings()(decoded.last_hidden_state[:, queries])
@@ -230,26 +230,36 @@ def _longest_last(blocks: TokenBlocks) -> tuple[TokenBlocks, arrays.Int]:
     return replace(blocks, tokens=tokens, document=document, begins=begins), start
 
 
-def _observer(
-    scores: list[Tensor], state: attention.LayerState, source: Tensor, query_positions: slice
-) -> attention.Observer:
-    """Return an observer that appends scores [B, G Hkv, m - 1] of a layer; needles begin at ``source``, int64 [B]."""
+@dataclass
+class _CopyObserver(attention.Observer):
+    """Observer that appends scores [B, G Hkv, m - 1] of a layer, or its reader, to ``scores``."""
 
-    def observe(
+    sees_readers = True
+    knows_documents = True
+
+    scores: list[Tensor]
+    state: attention.LayerState
+    source: Tensor  # where needles begin, int64 [B]
+    query_positions: slice  # of the copy of the needle
+
+    def __call__(
+        self,
         q: Tensor,
         k: Tensor,
-        _v: Tensor,
+        v: Tensor,
         scale: float,
         sink_logits: Tensor | None,
         starts: Tensor | None = None,
     ) -> None:
+        """Compute the scores of a pass."""
+        state = self.state
         # Compute the attention of the queries in the copy
         chunks = attention_weights(
             q,
             k,
             scale,
             window=state.checkpoint_window,
-            start=query_positions.start,
+            start=self.query_positions.start,
             sink_logits=sink_logits,
             starts=starts,
             softcap=state.softcap,
@@ -258,16 +268,14 @@ def _observer(
         parts = [pad(weights, (0, num_keys - weights.shape[-1])) for _, weights in chunks]
         rows = torch.cat(parts, -2).flatten(1, 2)[:, :, :-1]  # [B, Hq, m - 1, T]
         # Attention weight on the token after the current one's first occurrence
-        copied = source.to(q.device)[:, None] + 1 + torch.arange(rows.shape[2], device=q.device)
+        needle = torch.arange(rows.shape[2], device=q.device)
+        copied = self.source.to(q.device)[:, None] + 1 + needle
         index = copied[:, None, :, None].expand(-1, rows.shape[1], -1, -1)
         weights = rows.gather(-1, index)[..., 0]
         # Order the query heads by their number in the group, then by KV head
         grouped = weights.view(len(weights), state.num_kv_heads, -1, weights.shape[2])
         weights = grouped.transpose(1, 2).flatten(1, 2)
-        scores.append(torch.zeros_like(weights) if state.is_always_local else weights)
-
-    observe.knows_documents = observe.sees_readers = True  # type: ignore[attr-defined]
-    return observe
+        self.scores.append(torch.zeros_like(weights) if state.is_always_local else weights)
 
 
 def _best_of_group(sums: arrays.Float, heads_per_layer: Sequence[int]) -> arrays.Float:
