@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from spkv_kernels import attention
@@ -23,9 +23,6 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.model import attention_calls
 from spkv_nas.model.gates import FixedGates, Gate, UtilityPredictor, gate_from_logits, priced
 from spkv_nas.model.learned_sinks import chosen_sink_logits, layer_learned_sinks
-
-if TYPE_CHECKING:
-    from spkv_nas.model.layer_cache import SPKVCacheLayer
 
 GLOBAL_WINDOW = 1 << 30  # longer than any sequence
 
@@ -204,13 +201,38 @@ class LayerState:
             )
 
 
+class CacheLayer(Protocol):
+    """Part of an ``SPKVCache`` that belongs to one attention layer: ``layer_cache.SPKVCacheLayer``."""
+
+    def expect_update(self) -> None:
+        """Allow one ``update``."""
+
+    def get_seq_length(self) -> int:
+        """Return the number of tokens seen."""
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        keep: Tensor | None,
+        mask: Tensor | None,
+        scale: float | None,
+        sink_logits: Tensor | None = None,
+        softcap: float | None = None,
+        *,
+        is_reader: bool = False,
+    ) -> Tensor:
+        """Compute attention of new tokens over the cache and each other, then store their keys and values."""
+
+
 @dataclass(frozen=True)
 class AttentionCall:
     """What the attention function computes with besides queries, keys and values, as the pre-hook passes it on."""
 
     state: LayerState  # state of the layer, or of the layer whose keys it reads
     is_reader: bool = False  # whether it reads the keys of another layer
-    cache: "SPKVCacheLayer | None" = None  # the layer's part of the cache
+    cache: CacheLayer | None = None  # the layer's part of the cache
     gate: Gate | None = None  # gate of the new keys; None: none decides
     starts: Tensor | None = None  # where the documents start that the gate knows, int [B, T]
     sink_logits: Tensor | None = None  # learned sinks, [Hq]
@@ -353,7 +375,7 @@ def _pre_hook(
     return args, {**kwargs, attention_calls.CALL_KEYWORD: call}
 
 
-def _cache_layer(layer: nn.Module, kwargs: dict[str, Any]) -> "SPKVCacheLayer | None":
+def _cache_layer(layer: nn.Module, kwargs: dict[str, Any]) -> CacheLayer | None:
     """Return the part of an ``SPKVCache`` that belongs to a layer, or to the layer whose keys it reads.
 
     None if the call has no cache. Raises ``UserError`` for any other cache.
@@ -369,7 +391,7 @@ def _cache_layer(layer: nn.Module, kwargs: dict[str, Any]) -> "SPKVCacheLayer | 
     layers = getattr(cache, "layers", ())
     if not isinstance(index, int) or index >= len(layers) or not hasattr(layers[index], "attend"):
         raise cache_error(cache)
-    cache_layer: SPKVCacheLayer = layers[index]
+    cache_layer: CacheLayer = layers[index]
     if source is layer:
         cache_layer.expect_update()
     return cache_layer
@@ -471,7 +493,7 @@ def _complete_call(call: AttentionCall, key: Tensor, kwargs: dict[str, Any]) -> 
 
 def _attend_over_cache(
     call: AttentionCall,
-    cache: "SPKVCacheLayer",
+    cache: CacheLayer,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -491,7 +513,7 @@ def _attend_over_cache(
         )
     if call.state.gate_window is not None:
         call.state.check_gate_reach(cache.get_seq_length() + q.shape[2])
-    out: Tensor = cache.attend(
+    return cache.attend(
         q.to(v.dtype),
         k.to(v.dtype),
         v,
@@ -502,7 +524,6 @@ def _attend_over_cache(
         call.softcap,
         is_reader=call.is_reader,
     )
-    return out
 
 
 def _check_gate_documents(call: AttentionCall, starts: Tensor | None) -> None:
