@@ -58,10 +58,8 @@ def regression(
     paper's. ``cache`` is a folder of finished scores of this model on this text (``cache_folder``), read and added to.
     Raises ``UserError`` if there are too few layouts, and warns if the gains hardly explain the layouts' NLLs.
     """
-    with full_attention(model) as states:
-        layers = local_layers.candidate_layers(states)
-        all_local = Layout(tuple("L" * state.num_kv_heads for state in states), window, sinks=sinks)
     # Draw layouts and score them
+    all_local, layers = _all_local(model, window, sinks)
     num_global = parse_budget(budget, int(all_local.is_head[layers].sum()))
     layouts = _draw_layouts(all_local, layers, num_global, num_layouts, seed)
     work = Work()
@@ -98,6 +96,13 @@ def regression(
         unit=kinds.NATS,
         heads_per_layer=all_local.heads_per_layer,
     )
+
+
+def _all_local(model: PreTrainedModel, window: int, sinks: int) -> tuple[Layout, list[int]]:
+    """Return the layout without global heads, and the layers whose heads may be global."""
+    with full_attention(model) as states:
+        heads = tuple("L" * state.num_kv_heads for state in states)
+        return Layout(heads, window, sinks=sinks), local_layers.candidate_layers(states)
 
 
 def _draw_layouts(
