@@ -39,6 +39,7 @@ CONCLUSIVE = 10 * TOLERANCE  # difference that full attention must make at least
 _BEYOND = 128  # tokens of the prompt beyond the window
 _STEPS = 64  # tokens to generate
 _SECONDS = 3600.0
+_NO_LIMIT = 1 << 30  # positions of a model that states no maximum
 _MAIN = PROGRAMS / "main.py"  # which every program begins with
 
 Windows = tuple[tuple[int, ...], ...]  # of the heads, by layer
@@ -49,19 +50,17 @@ class EngineCheck:
     """Comparison of an engine with the model."""
 
     engine: str  # name and version of the engine
-    reach: (
-        str  # what local heads see, such as "windows L 128, M 512", whose letters ``findings`` uses
-    )
+    # What local heads see, such as "windows L 128, M 512", whose letters ``findings`` uses
+    reach: str
     num_prompt: int  # tokens of the prompt
     num_new: int  # tokens that were generated
     num_equal: int  # how many of them, from the first, are those that the model prefers
     difference: float  # largest difference of a token's log-probability from the model's, in nats
-    # the same for the model without the layout: with the windows of the dense checkpoint, or none if those are the
+    # The same for the model without the layout: with the windows of the dense checkpoint, or none if those are the
     # layout's
     dense_difference: float
-    sink_difference: (
-        float | None
-    )  # the same for local heads without sink tokens; None for a layout that has none
+    # The same for local heads without sink tokens; None for a layout that has none
+    sink_difference: float | None
     cache: Sequence[str]  # the engine's report of its cache, by line, if its program gives one
     findings: Sequence[str]  # what the engine runs instead, by line; empty if it agrees
 
@@ -82,31 +81,28 @@ class EngineCheck:
         """Return the verdict, both comparisons, what the engine runs instead, and its cache, by line."""
         if not self.is_conclusive:
             verdict = "the check proves nothing"
+        elif self.passed:
+            verdict = "computes what the model does"
         else:
-            verdict = "computes what the model does" if self.passed else "computes something else"
+            verdict = "computes something else"
         lines = [
             f"{self.engine}: {verdict}",
             f"{self.num_prompt} prompt tokens, {self.reach}: {self.num_equal} of {self.num_new} greedy tokens "
             f"equal, log-probabilities within {self.difference:.2g} nats",
             _would_show("the layout", self.dense_difference),
-            *(
-                []
-                if self.sink_difference is None
-                else [_would_show("sink tokens", self.sink_difference)]
-            ),
-            *self.findings,
-            *(f"cache: {line}" for line in self.cache),
         ]
+        if self.sink_difference is not None:
+            lines.append(_would_show("sink tokens", self.sink_difference))
+        lines += self.findings
+        lines += [f"cache: {line}" for line in self.cache]
         return "\n".join(lines)
 
 
 def _would_show(name: str, difference: float) -> str:
     """Say whether the check would show that the engine does not run a part of the layout."""
-    would = (
-        "so it would show"
-        if difference >= CONCLUSIVE
-        else f"less than {CONCLUSIVE:g}, so it would not show"
-    )
+    would = f"less than {CONCLUSIVE:g}, so it would not show"
+    if difference >= CONCLUSIVE:
+        would = "so it would show"
     return f"without {name} they differ by {difference:.2g} nats, {would}"
 
 
@@ -147,17 +143,25 @@ def compare_with_engine(
     with float32(model), modes.evaluation_mode(model):
         logprobs, preferred = reference.run(reference.windows)
         difference = _largest(engine_logprobs - logprobs)
-        dense_difference = _largest(reference.run(reference.without_layout)[0] - logprobs)
+        dense_logprobs, _ = reference.run(reference.without_layout)
         sink_difference = None
         if reference.has_sinks:
-            sink_difference = _largest(reference.run(reference.windows, sinks=0)[0] - logprobs)
+            sinkless_logprobs, _ = reference.run(reference.windows, sinks=0)
+            sink_difference = _largest(sinkless_logprobs - logprobs)
         is_equal = (torch.tensor(new_tokens) == preferred[len(prompt) - 1 :]).int()
         agrees = difference <= TOLERANCE and bool(is_equal.all())
         findings = [] if agrees else _findings(reference, engine_logprobs, folder_layout)
-    tokens_equal = len(prompt), len(new_tokens), int(is_equal.cumprod(0).sum())
-    differences = difference, dense_difference, sink_difference
     return EngineCheck(
-        answer["version"], expected.reach, *tokens_equal, *differences, answer["cache"], findings
+        engine=answer["version"],
+        reach=expected.reach,
+        num_prompt=len(prompt),
+        num_new=len(new_tokens),
+        num_equal=int(is_equal.cumprod(0).sum()),
+        difference=difference,
+        dense_difference=_largest(dense_logprobs - logprobs),
+        sink_difference=sink_difference,
+        cache=answer["cache"],
+        findings=findings,
     )
 
 
@@ -168,11 +172,13 @@ def native_layout(config: PreTrainedConfig) -> Layout | None:
     window = getattr(text, "sliding_window", None)
     if "sliding_attention" not in kinds or not window:
         return None
-    pairs = zip(kinds, model_shape.config_shape(config).heads_per_layer, strict=True)
-    rows = tuple(
-        (LOCAL if kind == "sliding_attention" else GLOBAL) * heads for kind, heads in pairs
-    )
-    return Layout(rows, int(window))
+    rows = []
+    for kind, num_heads in zip(
+        kinds, model_shape.config_shape(config).heads_per_layer, strict=True
+    ):
+        letter = LOCAL if kind == "sliding_attention" else GLOBAL
+        rows.append(letter * num_heads)
+    return Layout(tuple(rows), int(window))
 
 
 class _Reference:
@@ -195,14 +201,14 @@ class _Reference:
         self.windows: Windows = tuple(state.head_windows(gated=False) for state in self.states)
         if is_native:
             self.windows = tuple(
-                tuple(w or GLOBAL_WINDOW for w in row) for row in layout.head_windows
+                tuple(window or GLOBAL_WINDOW for window in row) for row in layout.head_windows
             )
             for state in self.states:
                 state.native_window = None
                 state.is_always_local = False
-        rows = zip(self.states, self.windows, strict=True)
         self.has_sinks = layout.sinks > 0 and any(
-            takes_sinks(state, window) for state, row in rows for window in row
+            _row_takes_sinks(state, row)
+            for state, row in zip(self.states, self.windows, strict=True)
         )
 
     @property
@@ -211,7 +217,7 @@ class _Reference:
         if self.is_native:
             return self.full_attention
         native = tuple((state.checkpoint_window,) * state.num_kv_heads for state in self.states)
-        return native if native != self.windows else self.full_attention
+        return self.full_attention if native == self.windows else native
 
     @property
     def full_attention(self) -> Windows:
@@ -225,19 +231,24 @@ class _Reference:
 
     def describe(self, changed: Windows) -> list[str]:
         """Describe each layer whose windows differ from the layout's, by the letters of its heads."""
-        local = {window: letter for letter, window in self.layout.legend.items()}
+        lines = []
+        for layer, (expected, other) in enumerate(zip(self.windows, changed, strict=True)):
+            if other != expected:
+                runs = self._letters(layer, other)
+                should_run = self._letters(layer, expected)
+                lines.append(f"layer {layer}: the engine runs {runs} instead of {should_run}")
+        return lines
 
-        def letters(layer: int, row: tuple[int, ...]) -> str:
-            return "".join(
-                GLOBAL if size >= self.whole(layer) else local.get(size, f"[{size}]")
-                for size in row
-            )
-
-        return [
-            f"layer {layer}: the engine runs {letters(layer, new)} instead of {letters(layer, old)}"
-            for layer, (old, new) in enumerate(zip(self.windows, changed, strict=True))
-            if old != new
-        ]
+    def _letters(self, layer: int, row: tuple[int, ...]) -> str:
+        """Return the letters of a layer's windows; one that the layout does not have stands in brackets."""
+        letter_of = {window: letter for letter, window in self.layout.legend.items()}
+        letters = []
+        for window in row:
+            if window >= self.whole(layer):
+                letters.append(GLOBAL)
+            else:
+                letters.append(letter_of.get(window, f"[{window}]"))
+        return "".join(letters)
 
     @torch.no_grad()
     def run(self, windows: Windows, sinks: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -245,16 +256,21 @@ class _Reference:
 
         Without ``sinks``, local heads see those of the layout.
         """
+        if sinks is None:
+            sinks = self.layout.sinks
         for state, row, learned in zip(self.states, windows, self.learned, strict=True):
-            state.set_windows(row, self.layout.sinks if sinks is None else sinks)
-            state.learned_sinks = learned and any(takes_sinks(state, window) for window in row)
-        logits = (
-            self.model(input_ids=self.tokens.to(self.model.device), use_cache=False)
-            .logits[0, :-1]
-            .float()
-            .cpu()
-        )
-        return logits.log_softmax(-1).gather(1, self.tokens[0, 1:, None])[:, 0], logits.argmax(-1)
+            state.set_windows(row, sinks)
+            state.learned_sinks = learned and _row_takes_sinks(state, row)
+        output = self.model(input_ids=self.tokens.to(self.model.device), use_cache=False)
+        logits = output.logits[0, :-1].float().cpu()
+        next_tokens = self.tokens[0, 1:, None]
+        logprobs = logits.log_softmax(-1).gather(1, next_tokens)[:, 0]
+        return logprobs, logits.argmax(-1)
+
+
+def _row_takes_sinks(state: LayerState, row: tuple[int, ...]) -> bool:
+    """Return whether any head of a layer with these windows gets sink tokens or learned sinks."""
+    return any(takes_sinks(state, window) for window in row)
 
 
 def _findings(
@@ -264,31 +280,31 @@ def _findings(
     windows = reference.windows
 
     def explains(changed: Windows, sinks: int | None = None) -> bool:
-        is_other = changed != windows or sinks is not None
-        return is_other and _largest(reference.run(changed, sinks)[0] - logprobs) <= TOLERANCE
+        """Return whether the model with other windows, or sink tokens, computes what the engine does."""
+        if changed == windows and sinks is None:
+            return False
+        changed_logprobs, _ = reference.run(changed, sinks)
+        return _largest(changed_logprobs - logprobs) <= TOLERANCE
 
     # What the folder says, no windows at all, and no sink tokens
     if folder_layout is not None:
         of_folder = tuple(layout_windows(reference.model, folder_layout))
         if explains(of_folder):
-            return [
-                f"{line}, as the folder's config says" for line in reference.describe(of_folder)
-            ]
-    for changed, name in (
-        (reference.without_layout, "the dense checkpoint"),
-        (reference.full_attention, "no windows"),
-    ):
-        if explains(changed):
-            return [f"the engine runs {name} in every layer"]
+            lines = reference.describe(of_folder)
+            return [f"{line}, as the folder's config says" for line in lines]
+    if explains(reference.without_layout):
+        return ["the engine runs the dense checkpoint in every layer"]
+    if explains(reference.full_attention):
+        return ["the engine runs no windows in every layer"]
     if reference.has_sinks and explains(windows, sinks=0):
         return ["the engine runs local heads without the sink tokens"]
     # One layer with equal windows, or with one head of another kind
     for layer, row in enumerate(windows):
         kinds = [*reference.layout.legend.values(), reference.whole(layer)]
-        alternatives = {
-            (*row[:head], kind, *row[head + 1 :]) for head in range(len(row)) for kind in kinds
-        }
-        for other in sorted(alternatives | {(kind,) * len(row) for kind in kinds}):
+        alternatives = {(kind,) * len(row) for kind in kinds}
+        for head in range(len(row)):
+            alternatives |= {(*row[:head], kind, *row[head + 1 :]) for kind in kinds}
+        for other in sorted(alternatives):
             changed = (*windows[:layer], other, *windows[layer + 1 :])
             if explains(changed):
                 return reference.describe(changed)
@@ -298,14 +314,13 @@ def _findings(
 def _prompt(model: PreTrainedModel, window: int, length: int | None) -> list[int]:
     """Draw random tokens: as many as ``length``, or by default beyond all windows as far as positions allow."""
     # Choose a length beyond all windows
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 30
-    finite = [
-        w
-        for state in layer_states(model)
-        for w in state.head_windows(gated=False)
-        if w < GLOBAL_WINDOW
-    ]
-    length = length or min(max([window, *finite]) + _BEYOND, positions - _STEPS)
+    text_config = model.config.get_text_config()
+    positions = getattr(text_config, "max_position_embeddings", None) or _NO_LIMIT
+    widest = window
+    for state in layer_states(model):
+        finite = [size for size in state.head_windows(gated=False) if size < GLOBAL_WINDOW]
+        widest = max([widest, *finite])
+    length = length or min(widest + _BEYOND, positions - _STEPS)
     if not window < length <= positions - _STEPS:
         raise UserError(
             f"a prompt of {length:,} tokens: it must be longer than the window of {window}, and at most "
@@ -315,12 +330,9 @@ def _prompt(model: PreTrainedModel, window: int, length: int | None) -> list[int
         )
     # Draw the tokens
     generator = torch.Generator().manual_seed(0)
-    return [
-        int(token)
-        for token in torch.randint(
-            model_shape.vocabulary_size(model), (length,), generator=generator
-        )
-    ]
+    vocabulary_size = model_shape.vocabulary_size(model)
+    tokens: list[int] = torch.randint(vocabulary_size, (length,), generator=generator).tolist()
+    return tokens
 
 
 def _ask(folder: Path, engine: str, prompt: list[int], python: StrPath | None) -> dict[str, Any]:
@@ -328,10 +340,8 @@ def _ask(folder: Path, engine: str, prompt: list[int], python: StrPath | None) -
 
     The answer has the engine's version, greedy tokens, logprobs of all tokens but the first, and its cache by line.
     """
-    # Check that the engine can run
-    python = (
-        sys.executable if python is None else os.path.abspath(python)
-    )  # for another working folder
+    # Check that the engine can run, with an absolute path because it runs in another working folder
+    python = sys.executable if python is None else os.path.abspath(python)
     program = ENGINES[engine].program
     if program is None:
         raise UserError(
@@ -351,9 +361,8 @@ def _ask(folder: Path, engine: str, prompt: list[int], python: StrPath | None) -
     with tempfile.TemporaryDirectory() as scratch:
         request = Path(scratch) / "request.json"
         answer = Path(scratch) / "answer.json"
-        request.write_text(
-            json.dumps({"folder": str(folder.resolve()), "tokens": prompt, "steps": _STEPS})
-        )
+        content = {"folder": str(folder.resolve()), "tokens": prompt, "steps": _STEPS}
+        request.write_text(json.dumps(content))
         # The text of the program, because the environment need not have this package
         command = [python, "-c", text, str(request), str(answer)]
         try:
@@ -376,12 +385,11 @@ def _ask(folder: Path, engine: str, prompt: list[int], python: StrPath | None) -
         if not answer.exists():
             message = (process.stderr.strip().splitlines() or ["no message"])[-1]
             raise UserError(f"{engine} ended with {process.returncode}: {message}")
-        content: dict[str, Any] = json.loads(answer.read_text())
-    if content["error"] is not None:
-        raise UserError(
-            f"{engine} does not run {folder}: {_reason(content['error'], program.converts, python)}"
-        )
-    return content
+        result: dict[str, Any] = json.loads(answer.read_text())
+    if result["error"] is not None:
+        reason = _reason(result["error"], program.converts, python)
+        raise UserError(f"{engine} does not run {folder}: {reason}")
+    return result
 
 
 def _reason(error: str, converts: bool, python: str) -> str:
@@ -390,15 +398,12 @@ def _reason(error: str, converts: bool, python: str) -> str:
     The engine needs this package for that, unless it ``converts`` folders to a format of its own.
     """
     # Keep what the plug-in says of an error that pydantic raises in vLLM
-    message = re.sub(
-        r"^ValidationError: .*?Value error, (.*?) \[type=.*", r"\1", " ".join(error.split())
-    )
-    lacks_package = (
-        re.search(r"(?i)model type .?spkv|no module named 'spkv", message) and not converts
-    )
-    return (
-        f"{message}\ninstall spkv-nas in the environment of {python}" if lacks_package else message
-    )
+    one_line = " ".join(error.split())
+    message = re.sub(r"^ValidationError: .*?Value error, (.*?) \[type=.*", r"\1", one_line)
+    lacks_package = re.search(r"(?i)model type .?spkv|no module named 'spkv", message)
+    if converts or not lacks_package:
+        return message
+    return f"{message}\ninstall spkv-nas in the environment of {python}"
 
 
 def _largest(difference: torch.Tensor) -> float:

@@ -1,6 +1,7 @@
 """Attention layer whose KV heads have different windows: one ``Attention`` of vLLM for each part of its heads."""
 
 import copy
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,47 +49,28 @@ class HeadwiseAttention(torch.nn.Module):
         self.num_heads = stock.num_heads
         self.num_kv_heads = stock.num_kv_heads
         self.has_sink = layer.learned_sinks
-        del vllm_config.compilation_config.static_forward_context[stock.layer_name]
-        # Global heads must not get the window of the whole model
-        cache_config = copy.copy(vllm_config.cache_config)
-        cache_config.sliding_window = None
-        # Make a layer for each part
-        self.parts = torch.nn.ModuleList()
-        self.query_counts = []
-        self.head_counts = []
-        for number, part in enumerate(divided):
-            num_queries = len(part.heads) * self.group
-            sizes = (num_queries, self.head_size, stock.impl.scale)
-            options = {
-                "num_kv_heads": len(part.heads),
-                "cache_config": cache_config,
-                "quant_config": stock.quant_config,
-                "per_layer_sliding_window": part.window,
-                "logits_soft_cap": getattr(stock.impl, "logits_soft_cap", None) or None,
-            }
-            names = "_".join(str(first_head + head) for head in part.heads)
-            if self.has_sink and layer.takes_sinks(part.window):
-                options["sinks"] = torch.nn.Parameter(torch.zeros(num_queries), requires_grad=False)
-                self.register_parameter(f"sinks_{number}", options["sinks"])
-            if layer.sinks and layer.takes_sinks(part.window):
-                attention = sink_tokens.SinkTokenAttention(
-                    *sizes, stock.layer_name, names, vllm_config, **options
-                )
-            else:
-                kind = "G" if part.window is None else "L"
-                attention = Attention(*sizes, prefix=f"{stock.layer_name}.{kind}{names}", **options)
-            self.parts.append(attention)
-            self.query_counts.append(num_queries)
-            self.head_counts.append(len(part.heads))
-        # Order of the heads in the parts, and back; None where it is that of the model
-        heads = [head for part in divided for head in part.heads]
-        queries = [head * self.group + query for head in heads for query in range(self.group)]
-        self.is_ordered = heads == sorted(heads)
+        self.first_head = first_head
+        self.head_counts = [len(part.heads) for part in divided]
+        self.query_counts = [count * self.group for count in self.head_counts]
         self.local_heads = [
             part.heads if layer.takes_sinks(part.window) else () for part in divided
         ]
-        self.first_head = first_head
-        self.register_buffer("head_order", torch.tensor(heads), persistent=False)
+        del vllm_config.compilation_config.static_forward_context[stock.layer_name]
+        # Make a layer for each part
+        self.parts = torch.nn.ModuleList()
+        for number, part in enumerate(divided):
+            learned_sinks = None
+            if self.has_sink and self.local_heads[number]:
+                logits = torch.zeros(self.query_counts[number])
+                learned_sinks = torch.nn.Parameter(logits, requires_grad=False)
+                self.register_parameter(f"sinks_{number}", learned_sinks)
+            heads = "_".join(str(first_head + head) for head in part.heads)
+            self.parts.append(_make_part(part, heads, stock, layer, learned_sinks, vllm_config))
+        # Order of the heads in the parts, and back
+        order = [head for part in divided for head in part.heads]
+        queries = [head * self.group + query for head in order for query in range(self.group)]
+        self.is_ordered = order == sorted(order)
+        self.register_buffer("head_order", torch.tensor(order), persistent=False)
         self.register_buffer("query_order", torch.tensor(queries), persistent=False)
         self.register_buffer("query_return", torch.tensor(queries).argsort(), persistent=False)
 
@@ -99,25 +81,25 @@ class HeadwiseAttention(torch.nn.Module):
             return output
         # Reorder the heads by part, and split them: [T, heads, D]
         num_tokens = query.shape[0]
-        query, key, value = (x.view(num_tokens, -1, self.head_size) for x in (query, key, value))
+        query = query.view(num_tokens, -1, self.head_size)
+        key = key.view(num_tokens, -1, self.head_size)
+        value = value.view(num_tokens, -1, self.head_size)
         if not self.is_ordered:
-            query, key, value = (
-                query[:, self.query_order],
-                key[:, self.head_order],
-                value[:, self.head_order],
-            )
-        divided = (
-            torch.split(query, self.query_counts, 1),
-            torch.split(key, self.head_counts, 1),
-            torch.split(value, self.head_counts, 1),
-        )
+            query = query[:, self.query_order]
+            key = key[:, self.head_order]
+            value = value[:, self.head_order]
+        queries = torch.split(query, self.query_counts, 1)
+        keys = torch.split(key, self.head_counts, 1)
+        values = torch.split(value, self.head_counts, 1)
         # Attend part by part, and restore the order of the heads
-        outputs = [
-            part(*(x.flatten(1) for x in tensors)).view(num_tokens, -1, self.head_size)
-            for part, *tensors in zip(self.parts, *divided, strict=True)
-        ]
+        outputs = []
+        for part, q, k, v in zip(self.parts, queries, keys, values, strict=True):
+            output = part(q.flatten(1), k.flatten(1), v.flatten(1))
+            outputs.append(output.view(num_tokens, -1, self.head_size))
         merged = torch.cat(outputs, 1)
-        return (merged if self.is_ordered else merged[:, self.query_return]).flatten(1)
+        if not self.is_ordered:
+            merged = merged[:, self.query_return]
+        return merged.flatten(1)
 
     @torch.no_grad()
     def load_sinks(self, logits: torch.Tensor, layer: config.ServedLayer) -> set[str]:
@@ -132,11 +114,53 @@ class HeadwiseAttention(torch.nn.Module):
         for number, heads in enumerate(self.local_heads):
             if heads:
                 name = f"sinks_{number}"
-                self.get_parameter(name).copy_(
-                    torch.cat([by_head[self.first_head + head] for head in heads])
-                )
+                own_logits = [by_head[self.first_head + head] for head in heads]
+                self.get_parameter(name).copy_(torch.cat(own_logits))
                 loaded.add(name)
         return loaded
+
+
+def _make_part(
+    part: config.Part,
+    heads: str,
+    stock: Any,
+    layer: config.ServedLayer,
+    learned_sinks: torch.nn.Parameter | None,
+    vllm_config: Any,
+) -> torch.nn.Module:
+    """Make the attention of a part of the heads of ``stock``, whose names are ``heads``."""
+    # Global heads must not get the window of the whole model
+    cache_config = copy.copy(vllm_config.cache_config)
+    cache_config.sliding_window = None
+    make_attention = partial(
+        Attention,
+        head_size=stock.head_size,
+        scale=stock.impl.scale,
+        num_kv_heads=len(part.heads),
+        cache_config=cache_config,
+        quant_config=stock.quant_config,
+        per_layer_sliding_window=part.window,
+        logits_soft_cap=getattr(stock.impl, "logits_soft_cap", None) or None,
+    )
+    # Not every backend takes the argument
+    if learned_sinks is not None:
+        make_attention = partial(make_attention, sinks=learned_sinks)
+    num_queries = len(part.heads) * stock.num_heads // stock.num_kv_heads
+    if layer.sinks and layer.takes_sinks(part.window):
+        return sink_tokens.SinkTokenAttention(
+            make_attention,
+            num_queries,
+            num_kv_heads=len(part.heads),
+            head_size=stock.head_size,
+            prefix=stock.layer_name,
+            heads=heads,
+            vllm_config=vllm_config,
+        )
+    kind = "G" if part.window is None else "L"
+    attention: torch.nn.Module = make_attention(
+        num_queries, prefix=f"{stock.layer_name}.{kind}{heads}"
+    )
+    return attention
 
 
 def replace_attention(model: torch.nn.Module, vllm_config: Any) -> None:
@@ -194,10 +218,10 @@ def _check_layers(
     is_whole = vllm_config.parallel_config.pipeline_parallel_size == 1
     missing = set(layers) - set(stock_layers) if is_whole else set()
     if missing or set(stock_layers) - set(layers):
+        config_name = type(vllm_config.model_config.hf_config).__name__
         raise UserError(
-            f"vLLM's {type(vllm_config.model_config.hf_config).__name__} model has its attention in layers "
-            f"{sorted(stock_layers)}, but the layout is of layers {sorted(layers)}: this architecture cannot be "
-            "served with a layout"
+            f"vLLM's {config_name} model has its attention in layers {sorted(stock_layers)}, but the "
+            f"layout is of layers {sorted(layers)}: this architecture cannot be served with a layout"
         )
 
 
@@ -210,18 +234,18 @@ def _check_layer(index: int, stock: Any, layer: config.ServedLayer, ranks: int) 
             f"choose a --tensor-parallel-size that divides {num_heads}"
         )
     # List the features that the parts of a layer do not support
+    shared_layer = stock.kv_sharing_target_layer_name
     reasons = {
         "ALiBi": getattr(stock.impl, "alibi_slopes", None) is not None,
-        "a key-value cache shared with another layer": stock.kv_sharing_target_layer_name
-        is not None,
+        "a key-value cache shared with another layer": shared_layer is not None,
         "attention that is not causal": stock.attn_type != AttentionType.DECODER,
         "learned sinks in the dense model": stock.has_sink,
         "values of another size than keys": stock.head_size_v != stock.head_size,
     }
-    if layer.sinks:  # which is subtracted from scores, keys and values (sink_tokens.py)
-        reasons["a sink token and soft-capped scores"] = bool(
-            getattr(stock.impl, "logits_soft_cap", None)
-        )
+    # A sink token is subtracted from scores, keys and values (sink_tokens.py)
+    if layer.sinks:
+        softcap = getattr(stock.impl, "logits_soft_cap", None)
+        reasons["a sink token and soft-capped scores"] = bool(softcap)
         reasons["a sink token and a quantized cache"] = stock.kv_cache_dtype not in _CACHE_DTYPES
     for reason, applies in reasons.items():
         if applies:

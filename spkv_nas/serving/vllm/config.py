@@ -31,7 +31,8 @@ from spkv_nas.base.limits import MAX_WINDOW
 
 TESTED = "0.32"  # versions of vLLM, as major.minor
 PREFIX = "SPKV"  # of names of architectures
-NATIVE = {  # architecture: module below vllm.model_executor.models; each has one Attention a layer
+# Module below vllm.model_executor.models of each architecture that has one Attention a layer
+NATIVE = {
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
     "Qwen2ForCausalLM": "qwen2",
@@ -42,30 +43,22 @@ NATIVE = {  # architecture: module below vllm.model_executor.models; each has on
 }
 MAX_SINKS = 1  # first tokens that a local head may see (sink_tokens.py)
 MAX_WINDOWS = 3  # windows of local heads; each has groups of pages of its own (engines/vllm.py)
-BACKENDS = (
-    "TransformersForCausalLM",
-    "TransformersMoEForCausalLM",
-)  # every other architecture, by code of transformers
-_EXPERTS = (
-    "num_experts",
-    "num_local_experts",
-    "n_routed_experts",
-    "moe_num_experts",
-)  # keys of mixtures of experts
+# Every other architecture, by code of transformers: without and with experts
+BACKENDS = ("TransformersForCausalLM", "TransformersMoEForCausalLM")
+# Keys of mixtures of experts
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _DAMAGED = "the config is damaged: export the checkpoint again"
-_ONE_WINDOW = (
-    "qwen2",
-    "qwen3",
-)  # vLLM's classes refuse layers of several kinds, which mean windows alone here
+# Model types whose classes in vLLM refuse layers of several kinds, which mean windows alone here
+_ONE_WINDOW = ("qwen2", "qwen3")
+
+Windows = tuple[int | None, ...]  # of the KV heads of a layer; None: all keys
 
 
 @dataclass
 class ServedLayer(ConfigLayer):
     """Attention layer in the section of a config."""
 
-    windows: tuple[
-        int | None, ...
-    ] = ()  # recent keys that each KV head sees, its query's included; None: all
+    windows: Windows = ()  # recent keys that each KV head sees, its query's included
     learned_sinks: bool = False  # whether its local heads have learned sinks
     sinks: int = 0  # first tokens that its local heads see besides their window
 
@@ -78,7 +71,7 @@ def served_layers(section: Mapping[str, Any]) -> dict[int, ServedLayer]:
     """Return a section's attention layers by their index in the model; ``UserError`` if its rows do not match them."""
     # Match rows and layers
     layout = section["layout"]
-    rows = section["layout"]["heads"]
+    rows = layout["heads"]
     by_index = {
         layer_index(name): ServedLayer(saved.get("native_window"))
         for name, saved in section["layers"].items()
@@ -102,9 +95,6 @@ def served_layers(section: Mapping[str, Any]) -> dict[int, ServedLayer]:
     return layers
 
 
-Windows = tuple[int | None, ...]  # of the KV heads of a layer; None: all keys
-
-
 @dataclass(frozen=True)
 class Part:
     """KV heads of a layer that one ``Attention`` computes."""
@@ -119,9 +109,8 @@ def parts(windows: Windows, unit: int) -> list[Part]:
     for window in sorted(set(windows), key=lambda window: window or 0):
         heads = tuple(head for head, other in enumerate(windows) if other == window)
         size = unit or len(heads)
-        divided += [
-            Part(window, heads[start : start + size]) for start in range(0, len(heads), size)
-        ]
+        for start in range(0, len(heads), size):
+            divided.append(Part(window, heads[start : start + size]))
     return divided
 
 
@@ -159,8 +148,11 @@ def prepare(config: Any) -> None:
         config.use_sliding_window = False
     # Choose the class that applies the layout
     names = [str(name).removeprefix(PREFIX) for name in config.architectures or []]
-    backend = BACKENDS[any(getattr(config, key, None) for key in _EXPERTS)]
-    config.architectures = [f"{PREFIX}{next((name for name in names if name in NATIVE), backend)}"]
+    dense_backend, expert_backend = BACKENDS
+    has_experts = any(getattr(config, key, None) for key in _EXPERTS)
+    backend = expert_backend if has_experts else dense_backend
+    architecture = next((name for name in names if name in NATIVE), backend)
+    config.architectures = [f"{PREFIX}{architecture}"]
 
 
 def _vllm_version() -> str:

@@ -26,7 +26,8 @@ def __getattr__(name: str) -> Any:
     stock = name.removeprefix(PREFIX)
     module = NATIVE.get(stock, "transformers")
     base = getattr(import_module(f"vllm.model_executor.models.{module}"), stock)
-    globals()[name] = model_class = _with_layout(name, base)
+    model_class = _with_layout(name, base)
+    globals()[name] = model_class
     return model_class
 
 
@@ -48,7 +49,8 @@ def _with_layout(class_name: str, base: Any) -> Any:
             loaded = super().load_weights(_without_sinks(self, self._spkv_layers, weights, sinks))
             return None if loaded is None else loaded | sinks
 
-    Served.__name__ = Served.__qualname__ = class_name
+    Served.__name__ = class_name
+    Served.__qualname__ = class_name
     Served.__module__ = __name__
     return Served
 
@@ -71,8 +73,8 @@ def _without_sinks(
             yield name, tensor
             continue
         index = layer_index(name)
-        if index in attention:  # with pipeline parallelism not every layer is here
+        # With pipeline parallelism not every layer is here
+        if index in attention:
             prefix, module = attention[index]
-            loaded |= {
-                f"{prefix}.{parameter}" for parameter in module.load_sinks(tensor, layers[index])
-            }
+            for parameter in module.load_sinks(tensor, layers[index]):
+                loaded.add(f"{prefix}.{parameter}")

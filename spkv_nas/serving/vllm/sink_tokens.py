@@ -16,11 +16,11 @@ k_0 and v_0 are those of the request. ``SinkTokenCache`` keeps them in a cache o
 vLLM pages and shares between requests as any other (``SinkTokenSpec``, ``SinkTokenManager``).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.utils.torch_utils import _encode_layer_name
 from vllm.v1.attention.backend import AttentionBackend, AttentionMetadataBuilder
@@ -31,11 +31,11 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from spkv_nas.base.errors import UserError
 
-_NO_SINK = (
-    -1e4
-)  # underflows to a weight of 0 beside the first token in the window, whose score is 0
-_FIRST = 0  # slots of a page: of the first token
-_UNUSED = 1  # one that nobody reads
+# Logit that underflows to a weight of 0 beside the first token in the window, whose score is 0
+_NO_SINK = -1e4
+# Slots of a page: of the first token, and one that nobody reads
+_FIRST = 0
+_UNUSED = 1
 
 
 class SinkTokenAttention(torch.nn.Module):
@@ -45,51 +45,47 @@ class SinkTokenAttention(torch.nn.Module):
 
     def __init__(
         self,
+        make_attention: Callable[..., Any],
         num_queries: int,
+        *,
+        num_kv_heads: int,
         head_size: int,
-        scale: float,
         prefix: str,
-        names: str,
+        heads: str,
         vllm_config: Any,
-        **options: Any,
     ):
         """Make the attention over the window, and the cache of the first tokens.
 
-        ``names`` names the heads at the end of the caches' names; ``options`` are further arguments of ``Attention``,
-        among them the number of KV heads and the window.
+        ``make_attention`` makes an ``Attention`` with this number of KV heads and their window, given its other
+        arguments; ``prefix`` begins the names of the caches, and ``heads`` ends them.
         """
         super().__init__()
         self.head_size = head_size
-        self.num_kv_heads = options["num_kv_heads"]
-        self.group = num_queries // self.num_kv_heads
+        self.num_kv_heads = num_kv_heads
+        self.group = num_queries // num_kv_heads
         # Query heads of a KV head: the group with the first token as learned sink, then without
-        sinks = torch.tensor([0.0] * self.group + [_NO_SINK] * self.group).repeat(self.num_kv_heads)
+        sinks = torch.tensor([0.0] * self.group + [_NO_SINK] * self.group).repeat(num_kv_heads)
         self.register_buffer("sinks", sinks.to(torch.get_default_dtype()), persistent=False)
-        self.attention = Attention(
-            2 * num_queries,
-            head_size,
-            scale,
-            prefix=f"{prefix}.L{names}",
-            sinks=self.sinks,
-            **options,
+        self.attention = make_attention(
+            2 * num_queries, prefix=f"{prefix}.L{heads}", sinks=self.sinks
         )
-        self.first = SinkTokenCache(self.attention, f"{prefix}.S{names}", vllm_config)
+        self.first = SinkTokenCache(self.attention, f"{prefix}.S{heads}", vllm_config)
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Attend with queries [T, Hq * D] to keys and values [T, Hkv * D], and return [T, Hq * D]."""
         # Look up the first token of each request
-        key, value = (x.view(-1, self.num_kv_heads, self.head_size) for x in (key, value))
+        key = key.view(-1, self.num_kv_heads, self.head_size)
+        value = value.view(-1, self.num_kv_heads, self.head_size)
         first_key, first_value, sees_first = self.first(key, value)
         # Attend to keys and values relative to those of the first token
         query = query.view(-1, self.num_kv_heads, self.group, self.head_size)
-        twice = torch.cat([query, query], 2).flatten(1)
-        output = self.attention(
-            twice, (key - first_key).flatten(1), (value - first_value).flatten(1)
-        )
+        query_twice = torch.cat([query, query], 2).flatten(1)
+        relative_key = (key - first_key).flatten(1)
+        relative_value = (value - first_value).flatten(1)
+        output = self.attention(query_twice, relative_key, relative_value)
         # Choose between both kinds of query heads
-        with_sink, without = output.view(
-            -1, self.num_kv_heads, 2, self.group, self.head_size
-        ).unbind(2)
+        output = output.view(-1, self.num_kv_heads, 2, self.group, self.head_size)
+        with_sink, without = output.unbind(2)
         chosen = torch.where(sees_first[:, :, None] > 0, without, with_sink)
         attended: torch.Tensor = (chosen + first_value[:, :, None]).flatten(1)
         return attended
@@ -97,8 +93,9 @@ class SinkTokenAttention(torch.nn.Module):
 
 def check_engine(vllm_config: Any) -> None:
     """Raise ``UserError`` for settings of the engine with which first tokens would be lost."""
+    scheduler = vllm_config.scheduler_config
     reasons = {
-        "--disable-hybrid-kv-cache-manager": vllm_config.scheduler_config.disable_hybrid_kv_cache_manager,
+        "--disable-hybrid-kv-cache-manager": scheduler.disable_hybrid_kv_cache_manager,
         "--kv-transfer-config": vllm_config.kv_transfer_config is not None,
     }
     for option, applies in reasons.items():
@@ -168,20 +165,22 @@ class SinkTokenImpl:
         **_: Any,
     ) -> None:
         """Keep first tokens among the keys and values [T, Hkv, D], and write ``SinkTokenCache.forward``'s output."""
-        if metadata is None:  # vLLM measures how much memory the model takes
+        # Without metadata vLLM measures how much memory the model takes
+        if metadata is None:
             output.zero_()
             return
         # One write per request. What is not its first token goes to the unused slot, as 0, to need no synchronisation
-        written = torch.cat([key[metadata.rows], value[metadata.rows]], 2)  # [R, Hkv, 2 * D]
-        written = torch.where(metadata.is_first[:, None, None], written, 0).to(kv_cache.dtype)
-        kv_cache[metadata.pages, :, metadata.slots] = written
+        first_rows = torch.cat([key[metadata.rows], value[metadata.rows]], 2)  # [R, Hkv, 2 * D]
+        written = torch.where(metadata.is_first[:, None, None], first_rows, 0)
+        kv_cache[metadata.pages, :, metadata.slots] = written.to(kv_cache.dtype)
         # Give each token that of its request
         first_keys, first_values = kv_cache[metadata.pages, :, _FIRST].to(key.dtype).chunk(2, -1)
         num_tokens = len(metadata.requests)
+        sees_first = metadata.positions < self.window
         rows = output.view(-1, 3, *key.shape[1:])
         rows[:num_tokens, 0] = first_keys[metadata.requests]
         rows[:num_tokens, 1] = first_values[metadata.requests]
-        rows[:num_tokens, 2] = (metadata.positions < self.window)[:, None, None].to(key.dtype)
+        rows[:num_tokens, 2] = sees_first[:, None, None].to(key.dtype)
         rows[num_tokens:] = 0
 
 
@@ -218,16 +217,16 @@ class SinkTokenBuilder(AttentionMetadataBuilder):
         ends = common.query_start_loc[1:]
         tokens = torch.arange(common.num_actual_tokens, device=starts.device, dtype=starts.dtype)
         requests = torch.searchsorted(ends, tokens, right=True).clamp(max=len(starts) - 1)
-        # Requests without computed tokens begin in this batch
+        # Requests without computed tokens begin in this batch; rows that pad the batch have no tokens
         num_computed = common.seq_lens - (ends - starts)
-        is_first = (num_computed == 0) & (ends > starts)  # rows that pad the batch have no tokens
+        is_first = (num_computed == 0) & (ends > starts)
         return SinkTokenMetadata(
-            common.block_table_tensor[:, 0],
-            starts.clamp(max=common.num_actual_tokens - 1),
-            is_first,
-            torch.where(is_first, _FIRST, _UNUSED),
-            requests,
-            (num_computed - starts)[requests] + tokens,
+            pages=common.block_table_tensor[:, 0],
+            rows=starts.clamp(max=common.num_actual_tokens - 1),
+            is_first=is_first,
+            slots=torch.where(is_first, _FIRST, _UNUSED),
+            requests=requests,
+            positions=(num_computed - starts)[requests] + tokens,
         )
 
     def update_block_table(
@@ -321,7 +320,6 @@ class SinkTokenManager(SingleTypeKVCacheManager):
         return tuple([page] for page in pages), length
 
 
-KVCacheSpecRegistry.check_kv_cache_spec_registry(
-    {}
-)  # vLLM registers its own specs only while there are no others
+# vLLM registers its own specs only while there are no others
+KVCacheSpecRegistry.check_kv_cache_spec_registry({})
 KVCacheSpecRegistry.register(SinkTokenSpec, SinkTokenManager)
