@@ -18,19 +18,15 @@ class Served:
     engine: PlannedEngine
     cache: ServedCache  # sizes of the cache
     memory: int | None  # bytes of the cache; None: not limited
-    rows: tuple[
-        tuple[dict[str, Any], CachePlan], ...
-    ] = ()  # what each plan is of, in the JSON document, and the plan
+    # What each plan is of, in the JSON document, and the plan
+    rows: tuple[tuple[dict[str, Any], CachePlan], ...] = ()
 
     @property
     def titles(self) -> list[str]:
         """Return the titles of the columns that ``cells`` fills."""
-        limited = (
-            []
-            if self.memory is None
-            else [f"requests in\n{units.format_bytes(self.memory)}", "tokens"]
-        )
-        return ["one request", *limited]
+        if self.memory is None:
+            return ["one request"]
+        return ["one request", f"requests in\n{units.format_bytes(self.memory)}", "tokens"]
 
     @property
     def settings(self) -> str:
@@ -55,37 +51,54 @@ class Served:
         memory = self.memory
         rows = []
         for about, plan in self.rows:
-            concurrency = None if memory is None else plan.concurrency(memory)
-            tokens = None if memory is None else plan.tokens(self.cache, memory)
-            sizes = {
+            row = {
+                **about,
                 "request_bytes": plan.request_bytes,
-                "concurrency": concurrency,
-                "tokens": tokens,
+                "concurrency": None if memory is None else plan.concurrency(memory),
+                "tokens": None if memory is None else plan.tokens(self.cache, memory),
             }
-            rows.append({**about, **sizes})
-        engine = {"name": self.engine.title, "evidence": self.engine.evidence}
-        return {"engine": {**engine, "cache": self.cache, "memory": memory, name: rows}}
+            rows.append(row)
+        engine = {
+            "name": self.engine.title,
+            "evidence": self.engine.evidence,
+            "cache": self.cache,
+            "memory": memory,
+            name: rows,
+        }
+        return {"engine": engine}
 
 
 def serve(
-    options: EngineOptions, heads: HeadShape, num_sliding: int, kv_bytes: str | None, **sizes: int
+    options: EngineOptions,
+    heads: HeadShape,
+    num_sliding: int,
+    kv_bytes: str | None,
+    *,
+    context: int,
+    window: int,
 ) -> Served | None:
     """Return the cache of a model in the engine that options name, without rows; None without an engine.
 
-    ``sizes`` are the context and the window in tokens. Raises ``UserError`` for layers that have a sliding window by
-    design, or share a latent among their heads: engines' memory is not planned for them.
+    ``context`` and ``window`` are in tokens. Raises ``UserError`` for layers that have a sliding window by design, or
+    share a latent among their heads: engines' memory is not planned for them.
     """
     serving = chosen_engine(options)
     if serving is None:
         return None
-    sliding = f"{num_sliding} layers of the model have a sliding window by design"
     if num_sliding or heads.expanded_dim:
-        kind = sliding if num_sliding else "heads share latents"
+        kind = "heads share latents"
+        if num_sliding:
+            kind = f"{num_sliding} layers of the model have a sliding window by design"
         raise errors.UserError(f"{kind}, which --engine does not count: leave it out")
     cache = serving.cache(
-        heads.grid, head_dim=heads.head_dim, dtype=serving.kv_dtype or "bfloat16", **sizes
+        heads.grid,
+        head_dim=heads.head_dim,
+        dtype=serving.kv_dtype or "bfloat16",
+        context=context,
+        window=window,
     )
-    return Served(serving.engine, cache, None if kv_bytes is None else units.parse_bytes(kv_bytes))
+    memory = None if kv_bytes is None else units.parse_bytes(kv_bytes)
+    return Served(serving.engine, cache, memory)
 
 
 def chosen_engine(options: EngineOptions) -> Serving | None:

@@ -38,24 +38,22 @@ class Forecast:
         site = stages.site
         memory = f"memory: {site.memory / 1e9:.4g} GB on {site.name}, 10 % of it reserved for driver and allocator"
         return cls(
-            name,
-            stages.size,
-            stages.num_predictor_parameters,
-            site,
-            tuple(costs),
-            (memory, *remarks),
+            name=name,
+            size=stages.size,
+            num_predictor_parameters=stages.num_predictor_parameters,
+            site=site,
+            stages=tuple(costs),
+            remarks=(memory, *remarks),
         )
 
 
 def plan_auto(options: auto.AutoOptions, reporter: progress.Reporter = progress.SILENT) -> Forecast:
     """Estimate the cost of ``auto``: the probe, and the comparison of memory budgets with the dense model."""
     plan = plan_probe(options.probe, reporter, compares=options.max_tokens or auto.HELD_OUT_TOKENS)
-    retraining = (
-        []
-        if options.retrain is None
-        else [f"not counted: --retrain {options.retrain}, and its verdict"]
-    )
-    return replace(plan, remarks=(*plan.remarks, *retraining))
+    if options.retrain is None:
+        return plan
+    remark = f"not counted: --retrain {options.retrain}, and its verdict"
+    return replace(plan, remarks=(*plan.remarks, remark))
 
 
 def plan_probe(
@@ -74,10 +72,11 @@ def plan_probe(
     # Describe the model and this machine
     size = read_size(subject.source)
     gates = read_gates(subject.source)
-    memory = available_bytes(device)
-    num_bytes = item_bytes(subject.source, Site(device, memory), options.dtype)
+    site = Site(device, available_bytes(device))
+    num_bytes = item_bytes(subject.source, site, options.dtype)
     reporter.announce("timing a matrix product")
     speed = step_cost.EFFICIENCY * step_cost.matmul_speed(device, bfloat16=num_bytes == BFLOAT16)
+    site = replace(site, speed=speed, is_cpu=device == "cpu", chunk=chunk_bytes(device))
     # Count the text
     learns = gates is None and signal.needs_gates
     num_tokens = limits.MAX_WHOLE  # above every --max-tokens
@@ -86,33 +85,33 @@ def plan_probe(
         text = first_recipe.count_text(data.sources, base, load_tokenizer(subject.source))
         num_tokens = text.heldout(data) if learns or not options.data else text.tokens
     # Count the stages
-    stages = Stages(
-        size,
-        gates
-        or gate_config.GateConfig(
-            window=options.window or gate_config.suitable_window(data.block_size)
-        ),
-        Site(device, memory, speed, is_cpu=device == "cpu", chunk=chunk_bytes(device)),
-        data.block_size,
-        BATCH_SIZE,
-        num_bytes,
-    )
-    learning = [gate_training(stages, options.steps)] if learns else []
-    limit = options.max_tokens or _most_tokens(signal, num_tokens)
-    stage_costs = [*learning, signal.cost(stages, min(limit, num_tokens))]
-    if "ablation_tokens" in signal.options() and options.ablation_tokens != 0:
-        stage_costs.append(
-            _validating(
-                stages, min(options.ablation_tokens or defaults.ABLATION_TOKENS, num_tokens)
-            )
-        )
+    if gates is None:
+        window = options.window or gate_config.suitable_window(data.block_size)
+        gates = gate_config.GateConfig(window=window)
+    stages = Stages(size, gates, site, data.block_size, BATCH_SIZE, num_bytes)
+    costs = _probing(stages, options, num_tokens, learns=learns)
     if compares:
         looks = 2 * len(MEMORIES).bit_length()
-        stage_costs.append(
-            stages.measure("compare budgets, at most", min(compares, num_tokens), 1 + looks)
-        )
+        compared = min(compares, num_tokens)
+        costs.append(stages.measure("compare budgets, at most", compared, 1 + looks))
     about_time = f"time: computed from FLOPs at {speed:.2g} FLOP/s, half the measured speed of a matrix product"
-    return Forecast.of(subject.name, stages, stage_costs, about_time)
+    return Forecast.of(subject.name, stages, costs, about_time)
+
+
+def _probing(
+    stages: Stages, options: probe.ProbeOptions, num_tokens: int, *, learns: bool
+) -> list[StageCost]:
+    """Return the costs of ``probe`` on a text, which trains gates first if it ``learns``."""
+    signal = probe.chosen_signal(options)
+    costs = []
+    if learns:
+        costs.append(gate_training(stages, options.steps))
+    limit = options.max_tokens or _most_tokens(signal, num_tokens)
+    costs.append(signal.cost(stages, min(limit, num_tokens)))
+    if "ablation_tokens" in signal.options() and options.ablation_tokens != 0:
+        tokens = options.ablation_tokens or defaults.ABLATION_TOKENS
+        costs.append(_validating(stages, min(tokens, num_tokens)))
+    return costs
 
 
 def gate_training(stages: Stages, steps: int | None) -> StageCost:
@@ -138,48 +137,44 @@ def _most_tokens(signal: signals.Signal, tokens: int) -> int:
 
 def _validating(stages: Stages, tokens: int) -> StageCost:
     """Return the cost of the single-head gains that validate a table."""
-    return stages.measure(
-        "validate the ranking", tokens, signals.ablation_passes(stages.size.heads.grid), shares=1.0
-    )
+    passes = signals.ablation_passes(stages.size.heads.grid)
+    return stages.measure("validate the ranking", tokens, passes, shares=1.0)
 
 
 def item_bytes(source: str, site: Site, dtype: str | None) -> int:
     """Return the bytes per number that a checkpoint is measured in; requested GPUs support every dtype."""
     checkpoint_dtype = saved_dtype(source)
-    if dtype is None and checkpoint_dtype is not None:
-        dtype = dtype_name(
-            checkpoint_dtype
-            if site.speed is not None
-            else choose_dtype(site.name, checkpoint_dtype)
-        )
-    return units.ITEM_BYTES[dtype or "float32"]
+    if dtype is not None or checkpoint_dtype is None:
+        return units.ITEM_BYTES[dtype or "float32"]
+    if site.speed is None:  # this machine
+        checkpoint_dtype = choose_dtype(site.name, checkpoint_dtype)
+    return units.ITEM_BYTES[dtype_name(checkpoint_dtype)]
 
 
 def show(result: Forecast) -> None:
     """Print memory, tokens, FLOPs and time of every stage, and what to change where one does not fit."""
-    # Model
+    # Describe the model
     size = result.size
-    heads = result.size.heads
     console.out.print(
         f"[bold]{console.escape(result.name)}[/bold]: {size.num_parameters:,} parameters, "
-        f"{heads.words}; {result.num_predictor_parameters:,} of predictors"
+        f"{size.heads.words}; {result.num_predictor_parameters:,} of predictors"
     )
-    # Table of stages
+    # Tabulate the stages
     site = result.site
-    fits_title = f"fits in\n{result.site.memory / 1e9:.3g} GB"
     where = site.name if site.devices == 1 else f"{site.name}, training on {site.devices}"
-    grid = console.Table(
-        "", "memory", "tokens", "FLOPs", "time", fits_title, title=f"cost of each stage on {where}"
-    )
+    columns = ("", "memory", "tokens", "FLOPs", "time", f"fits in\n{site.memory / 1e9:.3g} GB")
+    grid = console.Table(*columns, title=f"cost of each stage on {where}")
     for stage in result.stages:
-        batching = f"\n  [dim]{console.escape(stage.batching)}[/dim]" if stage.batching else ""
-        tokens, flops = (
-            (f"{stage.tokens:,}", units.format_flops(stage.flops)) if stage.tokens else ("-", "-")
-        )
-        answer = "yes" if stage.fits else "no"
-        memory = units.format_bytes(round(stage.memory.total))
+        name = console.escape(stage.name)
+        if stage.batching:
+            name += f"\n  [dim]{console.escape(stage.batching)}[/dim]"
         grid.add_row(
-            console.escape(stage.name) + batching, memory, tokens, flops, _time(stage), answer
+            name,
+            units.format_bytes(round(stage.memory.total)),
+            f"{stage.tokens:,}" if stage.tokens else "-",
+            units.format_flops(stage.flops) if stage.tokens else "-",
+            _time(stage),
+            "yes" if stage.fits else "no",
         )
     console.out.print(grid)
     for stage in result.stages:

@@ -1,7 +1,9 @@
 """Find head scores, layouts and recipes by name in a workspace or in files, or choose those that options leave open."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from spkv_nas.artifacts import comparison, defaults, head_scores, kinds
 from spkv_nas.artifacts.proposal import Proposal
@@ -28,8 +30,9 @@ def find_table(workspace: Workspace, probe: str) -> head_scores.HeadScores:
     folder = Path(probe) if is_path else workspace.probe_dir(probe)
     if not (folder / "density.csv").is_file():
         names = ", ".join(workspace.probes()) or "none"
+        where = "" if is_path else f" in {folder.parent}"
         raise UserError(
-            f"no probe '{probe}'{'' if is_path else f' in {folder.parent}'}\n"
+            f"no probe '{probe}'{where}\n"
             f"available: {names}; or give a table of head scores, FILE.csv"
         )
     return head_scores.HeadScores.read(folder)
@@ -68,32 +71,39 @@ def chosen_table(
         )
     if len(records) == 1:
         return find_table(options.folders, next(iter(records)))
-    # Prefer the recommended signal, then densities, if all probes are of one model
+    preferred = _preferred(records)
+    if preferred is not None:
+        name, signal = preferred
+        reporter.announce(
+            f"using probe '{name}' ({signal}), one of {len(records)} of this model; --probe selects another"
+        )
+        return find_table(options.folders, name)
+    # List the commands to choose from
+    lines = [f"{folder} has {len(records)} probes: choose one with --probe NAME"]
+    for name in list(records)[:_MAX_LISTED]:
+        lines.append(next_line(command_line(replace(options, probe=name))))
+    if len(records) > _MAX_LISTED:
+        lines.append("...")
+    raise UserError("\n".join(lines))
+
+
+def _preferred(records: Mapping[str, Mapping[str, Any]]) -> tuple[str, str] | None:
+    """Return name and signal of the only probe by the recommended signal, else by densities; None if it is ambiguous.
+
+    Probes of several models are, too.
+    """
     models = {model_identity(record) for record in records.values()}
-    for signal in (
-        (defaults.RECOMMENDED, kinds.DENSITY) if len(models) == 1 and None not in models else ()
-    ):
+    if len(models) > 1 or None in models:
+        return None
+    for signal in (defaults.RECOMMENDED, kinds.DENSITY):
         names = [
             name
             for name, record in records.items()
             if record.get("signal", kinds.DENSITY) == signal
         ]
-        if len(names) == 1:
-            reporter.announce(
-                f"using probe '{names[0]}' ({signal}), one of {len(records)} of this model; --probe selects another"
-            )
-            return find_table(options.folders, names[0])
         if names:
-            break
-    # List the commands to choose from
-    named = [replace(options, probe=name) for name in list(records)[:_MAX_LISTED]]
-    commands = [next_line(command_line(each)) for each in named]
-    more = ["..."] if len(records) > _MAX_LISTED else []
-    raise UserError(
-        "\n".join(
-            [f"{folder} has {len(records)} probes: choose one with --probe NAME", *commands, *more]
-        )
-    )
+            return (names[0], signal) if len(names) == 1 else None
+    return None
 
 
 def chosen_recipe(options: RetrainsLayouts, table: head_scores.HeadScores, embedded: str) -> Path:
@@ -108,10 +118,8 @@ def chosen_recipe(options: RetrainsLayouts, table: head_scores.HeadScores, embed
         f"probe '{table.name}' is not of an embedded model: give the recipe to retrain its model with --recipe"
     ]
     if recorded is not None and recorded.recipe is not None:
-        command = command_line(
-            replace(options, recipe=recorded.recipe, probe=options.probe or table.name)
-        )
-        lines.append(next_line(command))
+        named = replace(options, recipe=recorded.recipe, probe=options.probe or table.name)
+        lines.append(next_line(command_line(named)))
     elif recorded is not None and recorded.model is not None:
         lines += ["init writes a recipe", next_line(command_line(first_recipe(recorded)))]
     raise UserError("\n".join(lines))

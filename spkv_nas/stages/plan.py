@@ -1,7 +1,7 @@
 """Estimate what every stage of the workflow costs, from the config of a model or a recipe."""
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,48 +20,56 @@ from spkv_nas.training import first_recipe, run_plan, step_cost
 from spkv_nas.training.branch_config import BranchConfig
 from spkv_nas.training.recipe import DenseConfig, Recipe
 
-_ENOUGH = first_recipe.TextSize(
-    documents=1000, tokens=10**9
-)  # enough for the largest blocks and batches of init
-_BRANCHES = (
-    ("train the SP-KV reference", True),
-    ("retrain a hybrid", False),
-)  # and whether they have gates
+# Enough for the largest blocks and batches of init
+_ENOUGH = first_recipe.TextSize(documents=1000, tokens=10**9)
+# Trainings, and whether they have gates
+_BRANCHES = (("train the SP-KV reference", True), ("retrain a hybrid", False))
 _UTILISATION = 0.4  # assumed share of a GPU's peak FLOP/s
+
+
+@dataclass(frozen=True)
+class _Workflow:
+    """Stages of the workflow on a model."""
+
+    name: str  # of the model or the recipe
+    stages: Stages  # cost model
+    num_tokens: int  # of held-out text
+    costs: list[StageCost]
+    remarks: tuple[str, ...] = ()
 
 
 def run(options: PlanOptions, reporter: progress.Reporter) -> commands.Result:
     """Estimate the cost of the full workflow on a recipe or a model; ``UserError`` for a mixture of experts."""
     # Count the stages
-    of = (
-        partial(_of_model, str(options.model))
-        if options.recipe is None
-        else partial(_of_recipe, options.recipe)
-    )
-    name, stages, tokens, workflow, remarks = of(options, reporter)
+    if options.recipe is None:
+        workflow = _of_model(str(options.model), options, reporter)
+    else:
+        workflow = _of_recipe(options.recipe, options, reporter)
+    stages = workflow.stages
     size = stages.size
     context = sized_model.choose_context(options.context, size.positions, reporter)
-    text = f"text: {tokens:,} held-out tokens; everything but training runs on one device"
-    costs = (*workflow, *_generated(stages, options, context))
-    result = forecast.Forecast.of(name, stages, costs, text, *remarks, _about_time(options))
+    text = (
+        f"text: {workflow.num_tokens:,} held-out tokens; everything but training runs on one device"
+    )
+    costs = [*workflow.costs, *_generated(stages, options, context)]
+    remarks = (text, *workflow.remarks, _about_time(options))
+    result = forecast.Forecast.of(workflow.name, stages, costs, *remarks)
     # Plan the cache in an engine
-    sizes = {"window": stages.gates.window, "context": context}
-    served = engines.serve(options, size.heads, size.num_sliding, options.kv_bytes, **sizes)
+    served = engines.serve(
+        options,
+        size.heads,
+        size.num_sliding,
+        options.kv_bytes,
+        context=context,
+        window=stages.gates.window,
+    )
     if served is not None:
         num_kv_heads = size.heads.num_kv_heads
-        engine = served.engine
-        cache = served.cache
-        budgets = range(num_kv_heads, cache.num_heads + 1, num_kv_heads)
-        served = replace(
-            served,
-            rows=tuple(({"num_global": heads}, engine.plan(cache, heads)) for heads in budgets),
-        )
+        rows = []
+        for heads in range(num_kv_heads, served.cache.num_heads + 1, num_kv_heads):
+            rows.append(({"num_global": heads}, served.engine.plan(served.cache, heads)))
+        served = replace(served, rows=tuple(rows))
     return commands.Result(result, partial(show, served), partial(document, served))
-
-
-_Workflow = tuple[
-    str, Stages, int, list[StageCost], tuple[str, ...]
-]  # name, cost model, held-out tokens, remarks
 
 
 def _of_model(source: str, options: PlanOptions, reporter: progress.Reporter) -> _Workflow:
@@ -72,9 +80,8 @@ def _of_model(source: str, options: PlanOptions, reporter: progress.Reporter) ->
     checkpoint.check_dense(size, source)
     site = _site(options)
     config = gates or gate_config.GateConfig(window=gate_config.suitable_window(length))
-    stages = Stages(
-        size, config, site, length, BATCH_SIZE, forecast.item_bytes(source, site, options.dtype)
-    )
+    item_bytes = forecast.item_bytes(source, site, options.dtype)
+    stages = Stages(size, config, site, length, BATCH_SIZE, item_bytes)
     # Count the text
     data = DataConfig(sources=[*(options.data or ("stdlib",))])
     tokens = data.max_heldout_tokens
@@ -84,19 +91,22 @@ def _of_model(source: str, options: PlanOptions, reporter: progress.Reporter) ->
         text = first_recipe.count_text(options.data, Path(), checkpoint.load_tokenizer(source))
         tokens = text.heldout(data)
     # Draft the recipe
-    draft = first_recipe.Draft.of(
-        "plan", source, ("stdlib",), size, text, "cpu" if site.is_cpu else "cuda"
-    )
-    draft = replace(
-        draft, steps=options.steps or draft.steps, block_size=options.block_size or draft.block_size
-    )
+    device = "cpu" if site.is_cpu else "cuda"
+    draft = first_recipe.Draft.of("plan", source, ("stdlib",), size, text, device)
+    steps = options.steps or draft.steps
+    draft = replace(draft, steps=steps, block_size=options.block_size or draft.block_size)
     recipe = draft.recipe(Path())
+    # Count the stages
+    costs = []
+    if gates is None:
+        costs.append(forecast.gate_training(stages, options.steps))
+    costs += forecast.measuring_stages(stages, tokens)
     schedule = _training(recipe, recipe.branch, size, site)
     training_stages = replace(stages, block_size=draft.block_size)
-    workflow = [] if gates is not None else [forecast.gate_training(stages, options.steps)]
-    workflow += forecast.measuring_stages(stages, tokens)
-    workflow += [training_stages.train(name, schedule, gated=gated) for name, gated in _BRANCHES]
-    return sized_model.model_name(source), stages, tokens, workflow, (draft.remark(),)
+    for name, gated in _BRANCHES:
+        costs.append(training_stages.train(name, schedule, gated=gated))
+    remarks = (draft.remark(),)
+    return _Workflow(sized_model.model_name(source), stages, tokens, costs, remarks)
 
 
 def _of_recipe(file: Path, options: PlanOptions, reporter: progress.Reporter) -> _Workflow:
@@ -104,9 +114,8 @@ def _of_recipe(file: Path, options: PlanOptions, reporter: progress.Reporter) ->
     # Read the recipe and its model
     recipe = Recipe.read(file)
     site = _site(options)
-    planner = run_plan.Planner(
-        recipe, file.parent, options.folders.run_dir(recipe.name), announce=reporter.announce
-    )
+    runs = options.folders.run_dir(recipe.name)
+    planner = run_plan.Planner(recipe, file.parent, runs, announce=reporter.announce)
     size = planner.size
     checkpoint.check_dense(size, f"of recipe {file}")
     item = units.ITEM_BYTES[options.dtype or "float32"]  # the dtype that training saves
@@ -117,12 +126,13 @@ def _of_recipe(file: Path, options: PlanOptions, reporter: progress.Reporter) ->
     phases = [(name, recipe.branch, gated) for name, gated in _BRANCHES]
     if recipe.dense is not None:
         phases.insert(0, ("train the dense model", recipe.dense, False))
-    trained = [
-        stages.train(name, _training(recipe, phase, size, site, gated=gated), gated=gated)
-        for name, phase, gated in phases
-    ]
+    costs = []
+    for name, phase, gated in phases:
+        training = _training(recipe, phase, size, site, gated=gated)
+        costs.append(stages.train(name, training, gated=gated))
     tokens = planner.text.heldout(recipe.data)
-    return recipe.name, stages, tokens, [*trained, *forecast.measuring_stages(stages, tokens)], ()
+    costs += forecast.measuring_stages(stages, tokens)
+    return _Workflow(recipe.name, stages, tokens, costs)
 
 
 def _generated(stages: Stages, options: PlanOptions, context: int) -> Iterator[StageCost]:
@@ -131,9 +141,8 @@ def _generated(stages: Stages, options: PlanOptions, context: int) -> Iterator[S
     counts = size.heads.heads_per_layer
     heads = sum(counts)
     layers = local_layers.config_layers(size.native_windows or [None] * len(counts))
-    budget = parse_budget(
-        options.budget, sum(counts[layer] for layer in local_layers.candidate_layers(layers))
-    )
+    candidates = local_layers.candidate_layers(layers)
+    budget = parse_budget(options.budget, sum(counts[layer] for layer in candidates))
     full = f"generate at {context:,}"
     name = f"generate, {budget} of {heads} global"
     yield stages.generate(
@@ -146,17 +155,21 @@ def _site(options: PlanOptions) -> Site:
     """Return the requested hardware, or this machine, of which only the memory is known."""
     if options.hardware is None:
         device = choose_device(options.device)
-        free = memory.available_bytes(device)
-        chunk = memory.chunk_bytes(device)
-        return Site(device, free, devices=options.devices, is_cpu=device == "cpu", chunk=chunk)
-    name, bandwidth, peak, room = find_hardware(options.hardware)
+        return Site(
+            name=device,
+            memory=memory.available_bytes(device),
+            devices=options.devices,
+            is_cpu=device == "cpu",
+            chunk=memory.chunk_bytes(device),
+        )
+    name, bandwidth, peak, num_bytes = find_hardware(options.hardware)
     return Site(
-        name,
-        room,
-        _UTILISATION * peak,
-        bandwidth,
-        options.devices,
-        chunk=memory.chunk_bytes("cuda", room),
+        name=name,
+        memory=num_bytes,
+        speed=_UTILISATION * peak,
+        bandwidth=bandwidth,
+        devices=options.devices,
+        chunk=memory.chunk_bytes("cuda", num_bytes),
     )
 
 
@@ -169,9 +182,11 @@ def _training(
     gated: bool = False,
 ) -> Training:
     """Return how a phase of a recipe trains; on requested GPUs in bfloat16 where the recipe allows it."""
-    native = "bfloat16" if site.speed is not None else training_precision(site.name)
-    bfloat16 = (native if recipe.precision == "auto" else recipe.precision) == "bfloat16"
-    return step_cost.how_trained(recipe, phase, size, bfloat16=bfloat16, gated=gated)
+    precision: str = recipe.precision
+    if precision == "auto":
+        precision = "bfloat16" if site.speed is not None else training_precision(site.name)
+    is_bfloat16 = precision == "bfloat16"
+    return step_cost.how_trained(recipe, phase, size, bfloat16=is_bfloat16, gated=gated)
 
 
 def _about_time(options: PlanOptions) -> str:
@@ -203,4 +218,7 @@ def show(served: engines.Served | None, result: forecast.Forecast) -> None:
 
 def document(served: engines.Served | None, result: forecast.Forecast) -> dict[str, Any]:
     """Return the cost of every stage, and with an engine the memory of every number of global layers."""
-    return {**forecast.document(result), **({} if served is None else served.document("budgets"))}
+    content = forecast.document(result)
+    if served is not None:
+        content |= served.document("budgets")
+    return content

@@ -22,15 +22,70 @@ class AttentionCosts:
     name: str  # name of the level or model, as the user gave it
     shape: Shape  # shape of the model
     context: int  # tokens in the cache
-    costs: list[
-        formulas.Cost
-    ]  # costs of full attention, of each layout and of a density, in this order
-    times: (
-        calibration.Calibration | None
-    )  # source of the seconds in ``costs``; None if nothing was measured that fits
+    costs: list[formulas.Cost]  # of full attention, of each layout and of a density, in this order
+    # Source of the seconds in ``costs``; None if nothing was measured that fits
+    times: calibration.Calibration | None
     remedy: list[str]  # command that measures times, if there are none; at most one
     # Caches of full attention and of layouts in a serving engine; None without one
     served: Served | None = None
+
+
+@dataclass(frozen=True)
+class _Costing:
+    """What the costs of all rows are computed for."""
+
+    subject: SizedModel
+    context: int  # tokens in the cache
+    times: calibration.Calibration | None
+    item_size: int  # bytes of a number in the cache
+
+    def full_attention(self) -> formulas.Cost:
+        """Return the costs of full attention."""
+        seconds = self._seconds([1.0] * self.subject.shape.num_layers, window=0, sinks=0)
+        return self._cost("full attention", 1.0, 0, seconds)
+
+    def layout(self, layout: Layout, density: float) -> formulas.Cost:
+        """Return the costs of a layout, whose share of global heads is ``density`` (``layout_density``)."""
+        title = f"{layout.strategy}, {layout.num_global} of {layout.num_heads} heads"
+        # Times are measured with one window
+        seconds = None
+        if not layout.windows:
+            seconds = self._seconds(layout, window=layout.window, sinks=layout.sinks)
+        return self._cost(title, density, layout.window + layout.sinks, seconds, layout)
+
+    def density(self, density: float, window: int, sinks: int) -> formulas.Cost:
+        """Return the costs of SP-KV at a density."""
+        shares = [density] * self.subject.shape.num_layers
+        seconds = self._seconds(shares, window=window, sinks=sinks)
+        return self._cost(f"SP-KV, density {density:g}", density, window + sinks, seconds)
+
+    def _seconds(self, heads: Layout | list[float], *, window: int, sinks: int) -> float | None:
+        """Return the seconds that decoding a token takes; None without times."""
+        if self.times is None:
+            return None
+        return self.times.layout_seconds(heads, self.context, window=window, sinks=sinks)
+
+    def _cost(
+        self,
+        title: str,
+        density: float,
+        window: int,
+        seconds: float | None,
+        layout: Layout | None = None,
+    ) -> formulas.Cost:
+        """Return a row; the FLOPs of a mixture of experts are not known."""
+        counted = formulas.cost(
+            title,
+            self.subject.shape,
+            self.context,
+            density=density,
+            window=window,
+            native_windows=self.subject.native_windows,
+            element_size=self.item_size,
+            layout=layout,
+        )
+        total_flops = None if self.subject.is_mixture else counted.total_flops
+        return replace(counted, decode_seconds=seconds, total_flops=total_flops)
 
 
 def run(options: AttentionOptions, reporter: progress.Reporter) -> Result:
@@ -41,52 +96,41 @@ def run(options: AttentionOptions, reporter: progress.Reporter) -> Result:
     """
     # Choose model and context, and read layouts and times
     subject = SizedModel.of(options.level, options.model)
-    shape = subject.shape
-    native = subject.native_windows
     tokens = choose_context(options.context, subject.positions, reporter)
     layouts = [Layout.read(path) for path in options.layout or []]
-    shares = [formulas.layout_density(shape, layout, native) for layout in layouts]
-    needed = [layout.window for layout in layouts if not layout.windows]
-    needed += [] if options.density is None else [options.window]
-    times, remedy = _times(options, subject, needed, tokens, reporter)
-    serving = chosen_engine(options)
-    item = units.ITEM_BYTES[
-        "bfloat16" if serving is None or serving.kv_dtype is None else serving.kv_dtype
+    shares = [
+        formulas.layout_density(subject.shape, layout, subject.native_windows) for layout in layouts
     ]
-
-    def row(
-        name: str, heads: Layout | float, density: float, window: int, sinks: int
-    ) -> formulas.Cost:
-        layout = heads if isinstance(heads, Layout) else None
-        by_layer = [heads] * shape.num_layers if isinstance(heads, float) else heads
-        seconds = None
-        if times is not None and not (
-            layout and layout.windows
-        ):  # times are measured with one window
-            seconds = times.layout_seconds(by_layer, tokens, window=window, sinks=sinks)
-        sizes: dict[str, Any] = {"native_windows": native, "element_size": item, "layout": layout}
-        counted = formulas.cost(
-            name, shape, tokens, density=density, window=window + sinks, **sizes
-        )
-        return replace(
-            counted,
-            decode_seconds=seconds,
-            total_flops=None if subject.is_mixture else counted.total_flops,
-        )
-
+    windows = [layout.window for layout in layouts if not layout.windows]
+    if options.density is not None:
+        windows.append(options.window)
+    times, remedy = _times(options, subject, windows, tokens, reporter)
     # Compute a row for full attention, each layout, and the density
-    rows = [row("full attention", 1.0, 1.0, 0, 0)]
+    costing = _Costing(subject, tokens, times, _item_size(options))
+    costs = [costing.full_attention()]
     for layout, share in zip(layouts, shares, strict=True):
-        title = f"{layout.strategy}, {layout.num_global} of {layout.num_heads} heads"
-        rows.append(row(title, layout, share, layout.window, layout.sinks))
-    served = _served(options, subject, [row.name for row in rows], layouts, tokens)
-    if (density := options.density) is not None:
-        rows.append(
-            row(f"SP-KV, density {density:g}", density, density, options.window, options.sinks or 0)
-        )
-    return Result(
-        AttentionCosts(subject.title, shape, tokens, rows, times, remedy, served), show, document
+        costs.append(costing.layout(layout, share))
+    served = _served(options, subject, [cost.name for cost in costs], layouts, tokens)
+    if options.density is not None:
+        costs.append(costing.density(options.density, options.window, options.sinks or 0))
+    result = AttentionCosts(
+        name=subject.title,
+        shape=subject.shape,
+        context=tokens,
+        costs=costs,
+        times=times,
+        remedy=remedy,
+        served=served,
     )
+    return Result(result, show, document)
+
+
+def _item_size(options: AttentionOptions) -> int:
+    """Return the bytes of a number in the cache: of the engine's dtype, else of bfloat16."""
+    serving = chosen_engine(options)
+    if serving is None or serving.kv_dtype is None:
+        return units.ITEM_BYTES["bfloat16"]
+    return units.ITEM_BYTES[serving.kv_dtype]
 
 
 def _times(
@@ -161,10 +205,11 @@ def _served(
         engine.check_sinks(layout.sinks, advice)
         engine.check_windows(len(layout.windows), advice)
         plans.append(engine.plan_layout(replace(cache, sinks=layout.sinks), layout.head_windows))
-    named = zip(titles, plans, strict=True)
-    return replace(
-        served, rows=tuple(({"name": name, "form": plan.form}, plan) for name, plan in named)
-    )
+    rows = [
+        ({"name": title, "form": plan.form}, plan)
+        for title, plan in zip(titles, plans, strict=True)
+    ]
+    return replace(served, rows=tuple(rows))
 
 
 def show(result: AttentionCosts) -> None:
@@ -211,11 +256,13 @@ def show(result: AttentionCosts) -> None:
 
 def document(result: AttentionCosts) -> dict[str, Any]:
     """Return KV bytes, FLOPs and times of full attention, of the layouts and of a density."""
-    return {
+    content = {
         "name": result.name,
         "shape": result.shape,
         "context": result.context,
         "costs": result.costs,
         "times": None if result.times is None else result.times.source,
-        **({} if result.served is None else result.served.document("layouts")),
     }
+    if result.served is not None:
+        content |= result.served.document("layouts")
+    return content
