@@ -46,31 +46,25 @@ def recommend(
     if existing is not None:
         if (workspace.layout_dir(table.name) / f"{RECOMMENDED}.yaml").is_file():
             return None
-        return Suggestion.of(
-            ProposeOptions(probe=existing, budget=budget, workspace=workspace.root), RECOMMENDATION
-        )
+        proposing = ProposeOptions(probe=existing, budget=budget, workspace=workspace.root)
+        return Suggestion.of(proposing, RECOMMENDATION)
     # Measure head gates
     options = record.read_options(table.metadata, workspace.root)
     if options is None:
         missing = f"probe.yaml of '{table.name}' does not record its model and text, so no command can be suggested"
-        return Suggestion(
-            "", f"{RECOMMENDATION}; {missing}: probe the model again with --model and --data"
-        )
-    if (
-        _recommended_probe(workspace, identity) is not None
-    ):  # of another window or other sink tokens
+        remedy = "probe the model again with --model and --data"
+        return Suggestion("", f"{RECOMMENDATION}; {missing}: {remedy}")
+    # A probe of another window or other sink tokens cannot be compared
+    if _recommended_probe(workspace, identity) is not None:
         options = replace(options, window=table.window, sinks=str(table.sinks))
-    cost = f"{HEAD_GATE_STEPS} steps of {LEARNING_TOKENS:,} tokens"
     # Keep the model and its blocks, but no option of the densities' signal
-    changed: dict[str, Any] = {name: None for name in SIGNALS.shared_options() if name != "seed"}
-    changed |= {
-        "signal": RECOMMENDED,
-        "name": options.name and f"{options.name}-{RECOMMENDED}",
-        "budget": budget,
-    }
-    return Suggestion.of(
-        replace(options, **changed), f"{RECOMMENDATION}; measuring them takes {cost}"
-    )
+    unset: dict[str, Any] = dict.fromkeys(SIGNALS.shared_options())
+    unset.pop("seed", None)
+    options = replace(options, **unset)
+    name = options.name and f"{options.name}-{RECOMMENDED}"
+    options = replace(options, signal=RECOMMENDED, name=name, budget=budget)
+    cost = f"{HEAD_GATE_STEPS} steps of {LEARNING_TOKENS:,} tokens"
+    return Suggestion.of(options, f"{RECOMMENDATION}; measuring them takes {cost}")
 
 
 def after_init(options: init.InitOptions, name: str, window: int) -> list[Suggestion]:
@@ -79,15 +73,11 @@ def after_init(options: init.InitOptions, name: str, window: int) -> list[Sugges
     workspace = options.folders
     model = record.absolute(options.model)
     for probe, content in record.probe_records(workspace).items():
-        is_of_model = (
-            record.model_identity(content) in (model, name) and content.get("signal") == RECOMMENDED
-        )
-        if is_of_model and content.get("window") == window and workspace.has_layouts(probe):
-            return [
-                Suggestion.of(
-                    TrainHybridOptions(recipe=options.out, probe=probe, workspace=workspace.root)
-                )
-            ]
+        is_of_model = record.model_identity(content) in (model, name)
+        is_recommended = content.get("signal") == RECOMMENDED and content.get("window") == window
+        if is_of_model and is_recommended and workspace.has_layouts(probe):
+            retrain = TrainHybridOptions(recipe=options.out, probe=probe, workspace=workspace.root)
+            return [Suggestion.of(retrain)]
     # Measure the head gates first
     measured = ProbeOptions(recipe=options.out, signal=RECOMMENDED, workspace=workspace.root)
     return [Suggestion.of(measured, RECOMMENDATION)]
@@ -100,9 +90,8 @@ def after_probe(options: ProbeOptions, table: HeadScores) -> list[Suggestion]:
     chosen = table.name
     if table.is_density and identity is not None:
         chosen = _recommended_probe(workspace, identity, table) or chosen
-    return [
-        Suggestion.of(ProposeOptions(probe=chosen, budget=options.budget, workspace=workspace.root))
-    ]
+    proposing = ProposeOptions(probe=chosen, budget=options.budget, workspace=workspace.root)
+    return [Suggestion.of(proposing)]
 
 
 def after_propose(
@@ -113,30 +102,41 @@ def after_propose(
     For densities, head gates are suggested first, where they are better.
     """
     workspace = options.folders
-    if (recommended := recommend(workspace, table, options.budget)) is not None:
+    recommended = recommend(workspace, table, options.budget)
+    if recommended is not None:
         return [recommended]
     recorded = record.read_options(table.metadata, workspace.root)
     if recorded is None:
         return []
     # Retrain if the recipe is known, else score on the probe's text
-    if (retrain := retraining(workspace, table)) is not None:
+    retrain = retraining(workspace, table)
+    if retrain is not None:
         return [Suggestion.of(retrain)]
-    names = ("model", "data", "context", "documents", "dtype")
-    measured: dict[str, Any] = {name: getattr(recorded, name) for name in names} | {
-        "workspace": workspace.root
-    }
     # Decide about a layout by costs of windows, whose probe left documents unseen
     layout = _proposed(options, table, recommended_layout)
     has_unseen = table.window_costs is not None and recorded.max_tokens is None
     if has_unseen and recorded.model is not None and layout.is_file():
-        judged = verdict.VerdictOptions(candidates=[str(layout)], **measured)
-        return [
-            Suggestion.of(
-                judged,
-                "decide whether it loses less than 1 % of NLL, on text not used for selection",
-            )
-        ]
-    scored = score.ScoreOptions(max_tokens=recorded.max_tokens, probe=table.name, **measured)
+        judged = verdict.VerdictOptions(
+            candidates=[str(layout)],
+            model=recorded.model,
+            data=recorded.data,
+            context=recorded.context,
+            documents=recorded.documents,
+            dtype=recorded.dtype,
+            workspace=workspace.root,
+        )
+        purpose = "decide whether it loses less than 1 % of NLL, on text not used for selection"
+        return [Suggestion.of(judged, purpose)]
+    scored = score.ScoreOptions(
+        model=recorded.model,
+        data=recorded.data,
+        context=recorded.context,
+        documents=recorded.documents,
+        dtype=recorded.dtype,
+        max_tokens=recorded.max_tokens,
+        probe=table.name,
+        workspace=workspace.root,
+    )
     fairer = "other text is fairer, as this one selected the heads"
     return [Suggestion.of(scored, f"compare the NLL of the layouts before any training; {fairer}")]
 
@@ -145,20 +145,21 @@ def _proposed(options: ProposeOptions, table: HeadScores, recommended_layout: st
     """Return the file of the layout that was asked for: of a number of heads or a window, else the recommended one."""
     folder = options.folders.layout_dir(table.name)
     if options.budget is None and options.window is None:
-        return (
-            folder / f"{WINDOW_PER_HEAD if recommended_layout is None else RECOMMENDED_LAYOUT}.yaml"
-        )
-    solved = (folder / f"{name}.yaml" for name in (CONSTRAINED, ROBUST))
-    return next((file for file in solved if file.is_file()), folder / f"{DENSEST.name}.yaml")
+        name = WINDOW_PER_HEAD if recommended_layout is None else RECOMMENDED_LAYOUT
+        return folder / f"{name}.yaml"
+    for name in (CONSTRAINED, ROBUST):
+        file = folder / f"{name}.yaml"
+        if file.is_file():
+            return file
+    return folder / f"{DENSEST.name}.yaml"
 
 
 def after_score(options: score.ScoreOptions, result: subject.NLLTable) -> list[Suggestion]:
     """Suggest a recipe to retrain the layouts of a probe; nothing if the scores make no sense."""
     if options.probe is None or result.alarm is not None:
         return []
-    recorded = record.read_options(
-        lookup.find_table(options.folders, options.probe).metadata, options.workspace
-    )
+    table = lookup.find_table(options.folders, options.probe)
+    recorded = record.read_options(table.metadata, options.workspace)
     if recorded is None or not recorded.data or recorded.model is None:
         return []
     return [Suggestion.of(record.first_recipe(recorded), "write a recipe to retrain the layouts")]
@@ -180,8 +181,8 @@ def _recommended_probe(
 ) -> str | None:
     """Return the name of a model's first probe by head gates, of a table's window and sinks if any; None without."""
     for name, content in record.probe_records(workspace).items():
-        if record.is_of(content, identity, RECOMMENDED) and (
-            like is None or record.is_comparable(content, like)
-        ):
+        if not record.is_of(content, identity, RECOMMENDED):
+            continue
+        if like is None or record.is_comparable(content, like):
             return name
     return None

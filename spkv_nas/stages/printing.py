@@ -15,16 +15,16 @@ def change(percent: float, error: float | None = None) -> str:
     """Format a change of NLL, such as ``+0.894 ± 0.082``; NaN, such as the error of a single document, is a dash."""
     if math.isnan(percent):
         return "-"
-    return (
-        f"{percent:+.3f}"
-        if error is None
-        else f"{percent:+.3f} ± {'-' if math.isnan(error) else f'{error:.3f}'}"
-    )
+    if error is None:
+        return f"{percent:+.3f}"
+    if math.isnan(error):
+        return f"{percent:+.3f} ± -"
+    return f"{percent:+.3f} ± {error:.3f}"
 
 
 def print_rows(rows: Sequence[Mapping[str, str]], title: str) -> None:
     """Print rows as a table, with the columns of the first that have a value: neither nothing nor a dash."""
-    columns = [name for name in rows[0] if any(row[name] not in ("", "-") for row in rows)]
+    columns = [name for name in rows[0] if not {row[name] for row in rows} <= {"", "-"}]
     grid = Table(*columns, title=title)
     for row in rows:
         grid.add_row(*(row[name] for name in columns))

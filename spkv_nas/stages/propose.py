@@ -21,6 +21,10 @@ from spkv_nas.stages import engines, lookup, next_steps, printing, record
 from spkv_nas.stages.commands import Result, Suggestion, command_line
 from spkv_nas.stages.options.propose import ProposeOptions
 
+# Columns of layouts that a probe compared on text
+_OF_COMPARED = ("predicted %", "measured ΔNLL %")
+_CURVE_ROWS = 16  # approximate number of rows printed of a budget curve
+
 
 @dataclass(frozen=True)
 class ProposalResult:
@@ -28,9 +32,8 @@ class ProposalResult:
 
     answer: answers.Answer  # layouts, their coverage and its uncertainty
     sentences: list[str]  # remarks on memory, the worst domain, uncertainty and trust
-    advice: (
-        str | None
-    )  # why another threshold or granularity would rank the heads better, if one would
+    # Why another threshold or granularity would rank the heads better, if one would
+    advice: str | None
     trust: Trust | None  # how well the table ranks the heads; None where that was not measured
     folder: Path  # folder of the layouts
     next: tuple[Suggestion, ...]  # commands to run next, the recommended one first
@@ -52,14 +55,7 @@ def propose(options: ProposeOptions, reporter: Reporter = SILENT) -> ProposalRes
     measured = lookup.chosen_table(options, reporter)
     table = proposing.with_sinks(measured, options.sinks)
     reporter.caution(table.missed_price)
-    # Add the recommended signal's scores of the densities' model, if measured with the same sink tokens
-    tables = record.neighbours(options.folders, measured) if measured.is_density else ()
-    same = [
-        other
-        for other in tables
-        if (other.signal, other.sinks) == (defaults.RECOMMENDED, measured.sinks)
-    ]
-    others = [proposing.with_sinks(other, options.sinks) for other in same[:1]]
+    others = [proposing.with_sinks(other, options.sinks) for other in _others(options, measured)]
     solutions = None if options.solutions is None else SeveralSolutions.parse(options.solutions)
     # Solve for the layouts
     with reporter.bar("resampling", "samples") as progress:
@@ -79,26 +75,42 @@ def propose(options: ProposeOptions, reporter: Reporter = SILENT) -> ProposalRes
     folder = options.folders.layout_dir(table.name)
     answers.write_proposal(folder, answer, reporter)
     _keep_selection(folder, [table, *others])
-    if (further := answer.solutions) is not None:
+    sentences: list[str | None] = []
+    if answer.solutions is not None:
+        further = answer.solutions
         earlier.write_layouts(folder, workspace.SOLUTIONS, further.layouts, further.rows, reporter)
-    table_trust = record.trust(options.folders, answer.table, answer.layouts["densest"].global_mask)
-    trust_sentence = (
-        record.unknown_trust(answer.table) if table_trust is None else table_trust.sentence()
-    )
-    sentences = [
-        None if answer.solutions is None else answer.solutions.shortfall,
-        *_sentences(answer, requirements, options),
-        trust_sentence,
-        record.window_advice(options.folders, measured),
-    ]
+        sentences.append(further.shortfall)
+    trust = record.trust(options.folders, answer.table, answer.layouts["densest"].global_mask)
+    sentences += _sentences(answer, requirements, options)
+    sentences.append(record.unknown_trust(answer.table) if trust is None else trust.sentence())
+    sentences.append(record.window_advice(options.folders, measured))
     # Suggest what to run next
     advice = _advice(answer, options)
     steps = next_steps.after_propose(options, answer.table, answer.recommended)
     if advice is not None and advice.command:
         steps.append(Suggestion(advice.command))
-    remarks = [sentence for sentence in sentences if sentence is not None]
-    reason = None if advice is None else advice.reason
-    return ProposalResult(answer, remarks, reason, table_trust, folder, tuple(steps))
+    return ProposalResult(
+        answer=answer,
+        sentences=[sentence for sentence in sentences if sentence is not None],
+        advice=None if advice is None else advice.reason,
+        trust=trust,
+        folder=folder,
+        next=tuple(steps),
+    )
+
+
+def _others(
+    options: ProposeOptions, measured: head_scores.HeadScores
+) -> list[head_scores.HeadScores]:
+    """Return the recommended signal's scores of the densities' model, if measured with the same sink tokens."""
+    if not measured.is_density:
+        return []
+    others = [
+        table
+        for table in record.neighbours(options.folders, measured)
+        if table.signal == defaults.RECOMMENDED and table.sinks == measured.sinks
+    ]
+    return others[:1]
 
 
 def _keep_selection(folder: Path, tables: Sequence[head_scores.HeadScores]) -> None:
@@ -112,69 +124,82 @@ def _advice(answer: answers.Answer, options: ProposeOptions) -> Suggestion | Non
     """Suggest another granularity, price or threshold, with its command where the probe's record is complete."""
     table = answer.table
     num_global = answer.layouts["densest"].num_global
-    same_options = replace(options, probe=options.probe or table.name)
-    if (reason := proposing.layer_advice(table, options.granularity)) is not None:
+    again = replace(options, probe=options.probe or table.name)
+    # Layers in place of heads
+    reason = proposing.layer_advice(table, options.granularity)
+    if reason is not None:
         is_of_layers = table.metadata.get("granularity") == kinds.LAYER
-        return Suggestion(
-            command_line(replace(same_options, granularity=kinds.LAYER)) if is_of_layers else "",
-            reason,
-        )
-    if (reason := proposing.price_advice(table, num_global)) is not None:
-        recorded = record.read_options(table.metadata, options.folders.root)
-        if recorded is None or not {"budget", "training_steps"} & table.metadata.keys():
-            return Suggestion("", reason)  # the record is incomplete, or the model has gates
-        window = (
-            table.window if recorded.memory is not None else recorded.window
-        )  # the one that the memory chose
-        again = replace(
-            recorded, budget=f"{num_global / table.num_heads:.0%}", memory=None, window=window
-        )
-        return Suggestion(command_line(again), reason)
-    if options.tau is None and (reason := proposing.tau_advice(table, num_global)) is not None:
-        return Suggestion(command_line(replace(same_options, tau=budget.MATCH_BUDGET)), reason)
-    if (
-        options.tau == budget.MATCH_BUDGET
-        and (reason := proposing.unmatched(table, num_global)) is not None
-    ):
-        return Suggestion("", reason)
+        by_layer = command_line(replace(again, granularity=kinds.LAYER))
+        return Suggestion(by_layer if is_of_layers else "", reason)
+    # Gates that were learned for another budget
+    reason = proposing.price_advice(table, num_global)
+    if reason is not None:
+        return Suggestion(_probe_again(answer, options, num_global), reason)
+    # Another threshold
+    if options.tau is None:
+        reason = proposing.tau_advice(table, num_global)
+        if reason is not None:
+            return Suggestion(command_line(replace(again, tau=budget.MATCH_BUDGET)), reason)
+    if options.tau == budget.MATCH_BUDGET:
+        reason = proposing.unmatched(table, num_global)
+        if reason is not None:
+            return Suggestion("", reason)
     return None
+
+
+def _probe_again(answer: answers.Answer, options: ProposeOptions, num_global: int) -> str:
+    """Return the command that learns gates for the budget of the layouts.
+
+    It is empty if the record of the probe is incomplete, or the model has gates.
+    """
+    table = answer.table
+    recorded = record.read_options(table.metadata, options.folders.root)
+    if recorded is None or not {"budget", "training_steps"} & table.metadata.keys():
+        return ""
+    # Keep the window that a limit of memory chose
+    window = recorded.window if recorded.memory is None else table.window
+    share = f"{num_global / table.num_heads:.0%}"
+    return command_line(replace(recorded, budget=share, memory=None, window=window))
 
 
 def _sentences(
     answer: answers.Answer, requirements: Requirements, options: ProposeOptions
 ) -> list[str]:
     """Return remarks on a proposal: the default budget, memory, the worst domain, ties, and uncertainty."""
+    table = answer.table
     num_global = answer.layouts["densest"].num_global
-    sentences = [requirements.memory(answer.table, num_global, options.window)]
-    sentences += requirements.remarks(answer.table, options.window)
+    sentences = [requirements.memory(table, num_global, options.window)]
+    sentences += requirements.remarks(table, options.window)
     if options.budget is None and options.memory is None:
-        origin = "the paper's 2 of 7; --budget sets another"
-        if answer.table.memory_budget is not None:
-            share = 100 * answer.table.metadata["memory"]
-            context = answer.table.metadata["context"]
-            origin = f"what {share:.3g} % of the KV cache at {context:,} tokens leave, which the probe was measured for"
-        sentences += [f"budget: {num_global} of {answer.table.num_heads} KV heads, {origin}"]
+        sentences.append(_default_budget(table, num_global))
     if requirements.robust:
         worst = 100 * answer.rows.set_index("strategy")["worst_domain"]
-        sentences += [
+        sentences.append(
             f"coverage of the worst domain: robust {worst['robust']:.2f} %, densest {worst['densest']:.2f} %"
-        ]
-    sinks = answer.table.sinks
-    tokens = "token" if sinks == 1 else f"{sinks} tokens"
-    sentences += [
-        _recommendation(answer),
-        proposing.default_window(answer.table, options.window),
-        f"sink tokens: local heads also see the first {tokens} of a text; --sinks sets another number"
-        if sinks
-        else None,
-        proposing.tie_advice(answer.table, num_global),
-        answers.uneven_budgets(answer.rows, num_global),
-    ]
-    sentences += [
-        *(answer.certainty.sentences() if answer.certainty else []),
-        caution(answer.table),
-    ]
+        )
+    sentences.append(_recommendation(answer))
+    sentences.append(proposing.default_window(table, options.window))
+    if table.sinks:
+        tokens = "token" if table.sinks == 1 else f"{table.sinks} tokens"
+        sentences.append(
+            f"sink tokens: local heads also see the first {tokens} of a text; --sinks sets another number"
+        )
+    sentences.append(proposing.tie_advice(table, num_global))
+    sentences.append(answers.uneven_budgets(answer.rows, num_global))
+    if answer.certainty:
+        sentences += answer.certainty.sentences()
+    sentences.append(caution(table))
     return [sentence for sentence in sentences if sentence is not None]
+
+
+def _default_budget(table: head_scores.HeadScores, num_global: int) -> str:
+    """Return a sentence on the budget of a proposal without one, and where it comes from."""
+    origin = "the paper's 2 of 7; --budget sets another"
+    if table.memory_budget is not None:
+        share = 100 * table.metadata["memory"]
+        context = table.metadata["context"]
+        origin = f"what {share:.3g} % of the KV cache at {context:,} tokens leave, which the probe was measured for"
+    return f"budget: {num_global} of {table.num_heads} KV heads, {origin}"
 
 
 def _recommendation(answer: answers.Answer) -> str | None:
@@ -213,21 +238,14 @@ def propose_several(options: ProposeOptions, reporter: Reporter = SILENT) -> Bud
     _keep_selection(folder, [table])
     covered = {name: coverage(curve.table, layout) for name, layout in curve.layouts.items()}
     resampled = bootstrap(curve.table)
-    certainty = (
-        None if resampled is None else Certainty.of(resampled, curve.layouts, curve.knee.budget)
-    )
+    certainty = None
+    if resampled is not None:
+        certainty = Certainty.of(resampled, curve.layouts, curve.knee.budget)
     chart = result_charts.coverage_budget_chart(curve.table, curve.layouts, covered, certainty)
-    figure = (
-        None if chart is None else result_charts.save_figure(folder, replace(chart, name="budgets"))
-    )
+    figure = None
+    if chart is not None:
+        figure = result_charts.save_figure(folder, replace(chart, name="budgets"))
     return BudgetsResult(curve, caution(curve.table), folder, figure)
-
-
-_OF_COMPARED = (
-    "predicted %",
-    "measured ΔNLL %",
-)  # columns of layouts that a probe compared on text
-_CURVE_ROWS = 16  # approximate number of rows printed of a budget curve
 
 
 def show(result: ProposalResult) -> None:
@@ -245,16 +263,16 @@ def _layouts(result: ProposalResult) -> None:
     answer = result.answer
     table = answer.table
     spread = answers.random_spread(answer.rows)
-    measure = (
-        f"density coverage at tau {table.tau:g}"
-        if table.is_density
-        else f"coverage of {table.signal}"
-    )
+    measure = f"coverage of {table.signal}"
+    share = "global %"
+    if table.is_density:
+        measure = f"density coverage at tau {table.tau:g}"
+        share = "density %"
     rows = [
         {
             "strategy": row.strategy,
             "global heads": str(row.num_global),
-            "density %" if table.is_density else "global %": f"{row.density_percent:.1f}",
+            share: f"{row.density_percent:.1f}",
             "coverage %": _percent(row.coverage),
             "predicted %": _signed(getattr(row, "predicted", math.nan)),
             "measured ΔNLL %": _measured(row),
@@ -331,30 +349,27 @@ def show_budgets(result: BudgetsResult) -> None:
     has_more = "max_heads_same_memory" in rows
     # Print every step-th row, the knee and the last row
     step = -(-len(rows) // _CURVE_ROWS)
-    is_shown = (
-        (rows.index % step == 0) | (rows["budget"] == knee.budget) | (rows.index == len(rows) - 1)
-    )
-    shown = [
-        {
-            "budget": f"{row.budget}{' knee' if row.budget == knee.budget else ''}",
+    is_knee = rows["budget"] == knee.budget
+    is_shown = (rows.index % step == 0) | is_knee | (rows.index == len(rows) - 1)
+    shown = []
+    for row in rows[is_shown].itertuples():
+        more = getattr(row, "max_heads_same_memory", 0)
+        cells = {
+            "budget": f"{row.budget} knee" if row.budget == knee.budget else str(row.budget),
             "heads": "" if is_exact else str(row.num_global),
             "coverage %": _percent(row.coverage),
             "from": _percent(row.coverage_low),
             "to": _percent(row.coverage_high),
             "worst domain %": _percent(row.worst_domain),
             "memory": _memory(row.kv_bytes),
-            "heads, same memory": str(more)
-            if (more := getattr(row, "max_heads_same_memory", 0)) > row.num_global
-            else "",
+            "heads, same memory": str(more) if more > row.num_global else "",
         }
-        for row in rows[is_shown].itertuples()
-    ]
-    tau = f" at tau {table.tau:g}" if table.is_density else ""
-    printing.print_rows(
-        shown,
-        f"{console.escape(table.name)}{tau}{_interval_note('coverage', rows['coverage_low'])}",
-    )
-    # Knee, caution, files
+        shown.append(cells)
+    title = console.escape(table.name)
+    if table.is_density:
+        title += f" at tau {table.tau:g}"
+    printing.print_rows(shown, title + _interval_note("coverage", rows["coverage_low"]))
+    # Print the knee, the caution and the files
     console.out.print(f"knee: {knee.budget} global heads: {knee.meaning}")
     if has_more:
         console.say(

@@ -20,7 +20,7 @@ from spkv_nas.artifacts.result_tables import (
     AlarmRecord,
     ResultTable,
 )
-from spkv_nas.base import assets, console, errors, records, schema, version
+from spkv_nas.base import assets, console, errors, records, version
 from spkv_nas.base.files import is_file, write_atomic
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.workspace import Workspace
@@ -36,25 +36,36 @@ from spkv_nas.stages.options.export import ExportOptions
 from spkv_nas.stages.options.propose import ProposeOptions
 from spkv_nas.stages.options.report import ReportOptions
 
+SEARCH = "search.csv"
+# Results whose records may have an alarm
+_WITH_ALARMS = ("comparison", "search", "zero-shot", "verdict", "critical-budget")
+
 
 def run(options: ReportOptions, reporter: Reporter = SILENT) -> commands.Result:
     """Write the pages of a workspace, or of ``options.probe``; the value is the path of the index of several."""
     checks.check(options)
     workspace = options.folders
     # Choose the probes
-    tables = (
-        []
-        if options.probe is not None
-        else [lookup.find_table(workspace, name) for name in pages(workspace)]
-    )
-    tables = tables or [lookup.chosen_table(options, reporter)]
+    tables = []
+    if options.probe is None:
+        tables = [lookup.find_table(workspace, name) for name in pages(workspace)]
+    if not tables:
+        tables = [lookup.chosen_table(options, reporter)]
     # Write their pages and the index
     page_files = [_page(options, table, reporter) for table in tables]
     index = write_workspace_index(workspace)
     page = page_files[0] if index is None or options.probe is not None else index
-    return commands.Result(
-        page, lambda page: console.print_path("report", page), lambda page: {"report": page}
-    )
+    return commands.Result(page, _show, _document)
+
+
+def _show(page: Path) -> None:
+    """Print the path of a page."""
+    console.print_path("report", page)
+
+
+def _document(page: Path) -> dict[str, Path]:
+    """Return the path of a page."""
+    return {"report": page}
 
 
 def _page(options: ReportOptions, table: head_scores.HeadScores, reporter: Reporter) -> Path:
@@ -67,12 +78,10 @@ def _page(options: ReportOptions, table: head_scores.HeadScores, reporter: Repor
     table = _with_positions(table)
     table_at_tau = proposal.table(table)
     probes = [table, *record.neighbours(workspace, table)]
-    commands = {
-        probe.name: in_folder(
-            command_line(ProposeOptions(probe=probe.name, workspace=workspace.root)), workspace.root
-        )
-        for probe in probes
-    }
+    commands = {}
+    for probe in probes:
+        proposing = ProposeOptions(probe=probe.name, workspace=workspace.root)
+        commands[probe.name] = in_folder(command_line(proposing), workspace.root)
     # Judge the table by the layout ``densest``, if there is one of the table's shape
     densest = proposal.layouts.get("densest")
     judged = None
@@ -112,30 +121,28 @@ def write_workspace_index(workspace: Workspace) -> Path | None:
         return None
     cards = []
     for number, name in enumerate(names):
-        inputs = read_inputs(
-            workspace, lookup.find_table(workspace, name), lookup.find_proposal(workspace, name)
-        )
-        table = inputs.table
-        measure = inputs.table.measure
-        about = (
-            f"{grid.grid_words(table.heads_per_layer).replace(' x ', ' of ')}; the mean {measure.noun} is "
-            f"{measure.scale.factor * table.mean:.1f} {measure.shown}."
-        )
-        chart = density_charts.thumbnail(
-            f"{measure.title} by {name}", table.values, measure.scale, number
-        )
-        sentences = (about, "".join(conclude(inputs).lead))
-        cards.append(
-            {
-                "name": name,
-                "chart": chart,
-                "sentences": sentences,
-                "page": f"{quote(name)}/index.html",
-            }
-        )
+        proposal = lookup.find_proposal(workspace, name)
+        inputs = read_inputs(workspace, lookup.find_table(workspace, name), proposal)
+        cards.append(_card(name, number, inputs))
     page = workspace.reports / "index.html"
     write_atomic(page, render("index.html.j2", version=version.__version__, cards=cards))
     return page
+
+
+def _card(name: str, number: int, inputs: ReportInputs) -> dict[str, Any]:
+    """Return what the index shows of a page, which is the ``number``-th."""
+    table = inputs.table
+    measure = table.measure
+    title = f"{measure.title} by {name}"
+    heads = grid.grid_words(table.heads_per_layer).replace(" x ", " of ")
+    mean = f"{measure.scale.factor * table.mean:.1f} {measure.shown}"
+    about = f"{heads}; the mean {measure.noun} is {mean}."
+    return {
+        "name": name,
+        "chart": density_charts.thumbnail(title, table.values, measure.scale, number),
+        "sentences": (about, "".join(conclude(inputs).lead)),
+        "page": f"{quote(name)}/index.html",
+    }
 
 
 def page_steps(workspace: Workspace, table: head_scores.HeadScores, verdict: Verdict) -> list[Step]:
@@ -143,11 +150,10 @@ def page_steps(workspace: Workspace, table: head_scores.HeadScores, verdict: Ver
     steps = []
     for step in _steps(workspace, table, verdict):
         command = in_folder(step.command, workspace.root)
+        purpose = step.purpose
         if command != step.command:  # it holds the folder's absolute path
-            step = Step(
-                f"{step.purpose.removesuffix(':')} (run this in the workspace's folder):", command
-            )
-        steps.append(step)
+            purpose = f"{purpose.removesuffix(':')} (run this in the workspace's folder):"
+        steps.append(Step(purpose, command))
     return steps
 
 
@@ -155,12 +161,8 @@ def _steps(workspace: Workspace, table: head_scores.HeadScores, verdict: Verdict
     """Return the commands as they are run in the current folder."""
     # Propose layouts, or do what the probe's options recommend before anything was measured
     if verdict.layout is None:
-        return [
-            Step(
-                "Propose layouts:",
-                command_line(ProposeOptions(probe=table.name, workspace=workspace.root)),
-            )
-        ]
+        proposing = ProposeOptions(probe=table.name, workspace=workspace.root)
+        return [Step("Propose layouts:", command_line(proposing))]
     if verdict.evidence is None:
         recommended = next_steps.recommend(workspace, table)
         if recommended is not None and recommended.command:
@@ -168,23 +170,25 @@ def _steps(workspace: Workspace, table: head_scores.HeadScores, verdict: Verdict
         return _retrain(workspace, table, verdict)
     # Export the layout of the verdict, or retrain it first
     name = verdict.layout.name
-    folder = workspace.report_dir(table.name)
-    models = []
-    if (folder / result_tables.CHECKPOINTS).is_file():
-        models = [
-            each
-            for each in result_tables.read_checkpoints(folder, workspace.root)
-            if each.strategy == name
-        ]
-    trained = next(
-        (model.checkpoint for model in models if model.checkpoint.is_dir()), None
-    )  # of the first seed
+    trained = _trained(workspace, table, name)
     if trained is None:
         return _retrain(workspace, table, verdict)
-    command = command_line(
-        ExportOptions(model=str(trained), out=Path(f"{name}-export"), workspace=workspace.root)
+    exported = ExportOptions(
+        model=str(trained), out=Path(f"{name}-export"), workspace=workspace.root
     )
-    return [Step(f"Export the retrained model of {name} as a Hugging Face folder:", command)]
+    purpose = f"Export the retrained model of {name} as a Hugging Face folder:"
+    return [Step(purpose, command_line(exported))]
+
+
+def _trained(workspace: Workspace, table: head_scores.HeadScores, layout: str) -> Path | None:
+    """Return the checkpoint of a retrained layout, of the first seed that has one; None without."""
+    folder = workspace.report_dir(table.name)
+    if not (folder / result_tables.CHECKPOINTS).is_file():
+        return None
+    for model in result_tables.read_checkpoints(folder, workspace.root):
+        if model.strategy == layout and model.checkpoint.is_dir():
+            return model.checkpoint
+    return None
 
 
 def _retrain(workspace: Workspace, table: head_scores.HeadScores, verdict: Verdict) -> list[Step]:
@@ -193,19 +197,17 @@ def _retrain(workspace: Workspace, table: head_scores.HeadScores, verdict: Verdi
     if verdict.layout is None or retrain is None:
         return []
     if verdict.evidence is None:
-        return [
-            Step("Retrain the layouts, to see which has the lowest NLL:", command_line(retrain))
-        ]
+        purpose = "Retrain the layouts, to see which has the lowest NLL:"
+        return [Step(purpose, command_line(retrain))]
     name = verdict.layout.name
     folder = workspace.layout_dir(table.name)
-    files = (folder / f"{name}.yaml", folder / "search" / f"{name}.yaml")
-    file = next((file for file in files if file.is_file()), None)
-    download = "" if file else f"Download {name}.yaml below. "
-    purpose = f"{download}Retrain the layout {name} to get a checkpoint to export:"
-    return [Step(purpose, command_line(replace(retrain, layouts=[file or Path(f"{name}.yaml")])))]
-
-
-SEARCH = "search.csv"
+    purpose = f"Retrain the layout {name} to get a checkpoint to export:"
+    for file in (folder / f"{name}.yaml", folder / "search" / f"{name}.yaml"):
+        if file.is_file():
+            return [Step(purpose, command_line(replace(retrain, layouts=[file])))]
+    download = f"Download {name}.yaml below."
+    command = command_line(replace(retrain, layouts=[Path(f"{name}.yaml")]))
+    return [Step(f"{download} {purpose}", command)]
 
 
 def read_inputs(
@@ -215,36 +217,30 @@ def read_inputs(
     folder = workspace.report_dir(table.name)
     results = read_results(folder)
     scores = [file for file in _found(workspace, table, SCORES) if file.rows["heads"].any()]
-    # Verdicts of layouts that the page has: proposed, scored or searched
+    # Layouts that the page has: proposed, scored or searched
     known = {layout.hash for layout in proposal.layouts.values()}
-    for rows in (
-        *(file.rows for file in scores),
-        *([results["search"]] if "search" in results else []),
-    ):
-        known |= set(rows["hash"])
-    decided = {
-        kind: [
-            file
-            for file in _found(workspace, table, kind)
-            if file.name == table.name or known & _hashes(file)
-        ]
-        for kind in (VERDICT, CRITICAL_BUDGET)
-    }
-    elsewhere = [
+    for file in scores:
+        known |= set(file.rows["hash"])
+    if "search" in results:
+        known |= set(results["search"]["hash"])
+    # Verdicts on them
+    decided = [
         (kind, file)
-        for kind, files in {**decided, SCORES: scores}.items()
-        for file in files
-        if file.path != folder / f"{kind.name}.csv"
+        for kind in (VERDICT, CRITICAL_BUDGET)
+        for file in _found(workspace, table, kind)
+        if file.name == table.name or known & _hashes(file)
     ]
-    verdicts = [*decided[VERDICT], *decided[CRITICAL_BUDGET]]
-    results["benchmarks"] += tuple(
-        file_section(kind, file, number) for number, (kind, file) in enumerate(elsewhere, 1)
-    )
+    # Sections of results that other folders have
+    number = 0
+    for kind, file in [*decided, *((SCORES, file) for file in scores)]:
+        if file.path != folder / f"{kind.name}.csv":
+            number += 1
+            results["benchmarks"] += (file_section(kind, file, number),)
     return ReportInputs(
         proposal.table(table),
         proposal.layouts,
         scores=scores,
-        verdicts=verdicts,
+        verdicts=[file for _, file in decided],
         **results,
         **others,
     )
@@ -252,38 +248,40 @@ def read_inputs(
 
 def read_results(folder: Path) -> dict[str, Any]:
     """Read the results in a folder, by their names in ``report.inputs``."""
-    tables = {
-        "comparison": (folder / "comparison.csv", comparison.read_comparison),
-        "search": (folder / SEARCH, search_table.read_search),
-    }
-    record_files: dict[str, tuple[Path, str, type[schema.Recorded]]] = {
-        "record": (folder / "comparison.yaml", "comparison", comparison.ComparisonRecord),
-        "search_record": (folder / "search.yaml", "search", search_table.SearchRecord),
-    }
-    results: dict[str, Any] = {
-        name: read(file) for name, (file, read) in tables.items() if file.is_file()
-    }
-    results |= {
-        name: records.read_record(*each) for name, each in record_files.items() if is_file(each[0])
-    }
-    if (pairs := result_tables.PROBE_PAIRS.read(folder)) is not None:
+    results: dict[str, Any] = {}
+    # Read tables
+    if (folder / "comparison.csv").is_file():
+        results["comparison"] = comparison.read_comparison(folder / "comparison.csv")
+    if (folder / SEARCH).is_file():
+        results["search"] = search_table.read_search(folder / SEARCH)
+    # Read records
+    file = folder / "comparison.yaml"
+    if is_file(file):
+        results["record"] = records.read_record(file, "comparison", comparison.ComparisonRecord)
+    file = folder / "search.yaml"
+    if is_file(file):
+        results["search_record"] = records.read_record(file, "search", search_table.SearchRecord)
+    # Read what was compared by document
+    pairs = result_tables.PROBE_PAIRS.read(folder)
+    if pairs is not None:
         results["probe_pairs"], _ = pairs
     if (folder / DOCUMENTS_FILE).is_file():
         results["pair_error"] = pair_error(read_documents(folder / DOCUMENTS_FILE))
-    files = (
-        folder / f"{name}.yaml"
-        for name in ("comparison", "search", "zero-shot", "verdict", "critical-budget")
-    )
-    alarms = [
-        records.read_record(file, "results", AlarmRecord).get(ALARM)
-        for file in files
-        if file.is_file()
-    ]
-    return {
-        **results,
-        "benchmarks": read_benchmarks(folder),
-        "alarms": [each for each in alarms if each is not None],
-    }
+    results["benchmarks"] = read_benchmarks(folder)
+    results["alarms"] = _alarms(folder)
+    return results
+
+
+def _alarms(folder: Path) -> list[str]:
+    """Return the alarms of the results in a folder."""
+    alarms = []
+    for name in _WITH_ALARMS:
+        file = folder / f"{name}.yaml"
+        if file.is_file():
+            alarm = records.read_record(file, "results", AlarmRecord).get(ALARM)
+            if alarm is not None:
+                alarms.append(alarm)
+    return alarms
 
 
 def _found(
@@ -293,16 +291,18 @@ def _found(
     model = record.model_identity(table.metadata)
     for file in result_files(workspace, kind):
         other = file.record.get("model" if kind is SCORES else "against")
-        is_same = (
-            model is not None
-            and isinstance(other, str)
-            and record.absolute(other) == record.absolute(model)
-        )
-        if is_same or file.name == table.name:
+        is_of_model = False
+        if model is not None and isinstance(other, str):
+            is_of_model = record.absolute(other) == record.absolute(model)
+        if is_of_model or file.name == table.name:
             yield file
 
 
 def _hashes(file: ResultFile) -> set[str]:
-    recorded = file.record.get("layouts", {})
-    layouts = (file.layout(name, each["heads"]) for name, each in recorded.items())
-    return {layout.hash for layout in layouts if layout is not None}
+    """Return the hashes of the layouts that a result is about."""
+    hashes = set()
+    for name, content in file.record.get("layouts", {}).items():
+        layout = file.layout(name, content["heads"])
+        if layout is not None:
+            hashes.add(layout.hash)
+    return hashes
