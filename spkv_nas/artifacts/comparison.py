@@ -87,8 +87,8 @@ def check_layout_names(names: Iterable[str]) -> None:
     for name in names:
         if name in BASELINES:
             raise UserError(
-                f"the layout name '{name}' is reserved for a baseline of the comparison: rename the layout "
-                "(the key 'strategy')"
+                f"the layout name '{name}' is reserved for a baseline of the comparison: rename "
+                "the layout (the key 'strategy')"
             )
 
 
@@ -102,7 +102,8 @@ def complete(rows: pd.DataFrame) -> pd.DataFrame:
     # Check that every row names its strategy
     if "strategy" not in rows:
         raise UserError(
-            f"comparison.csv: the column 'strategy' is missing; found {', '.join(map(str, rows.columns))}"
+            "comparison.csv: the column 'strategy' is missing; found "
+            f"{', '.join(map(str, rows.columns))}"
         )
     missing = [name for name in COLUMNS if name not in rows]
     checked = rows.reset_index(drop=True).reindex(columns=[*rows.columns, *missing])

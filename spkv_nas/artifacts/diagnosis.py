@@ -33,17 +33,19 @@ def missed_price(
         remedy = "more --steps"
     elif reached < target:
         remedy = (
-            "a smaller branch.learning_rate with a gates.learning_rate_multiplier larger by as much, a smaller "
-            "gates.soft_fraction, or gates on frozen weights (probe --model with the dense checkpoint)"
+            "a smaller branch.learning_rate with a gates.learning_rate_multiplier larger by as "
+            "much, a smaller gates.soft_fraction, or gates on frozen weights (probe --model with "
+            "the dense checkpoint)"
         )
     else:
         remedy = (
-            "a smaller gates.learning_rate_multiplier, or gates on frozen weights (probe --model with the dense "
-            "checkpoint)"
+            "a smaller gates.learning_rate_multiplier, or gates on frozen weights (probe --model "
+            "with the dense checkpoint)"
         )
     return (
-        f"the gates' price was to keep {target:.1%} of the keys, and they keep {reached:.1%}: outside {MIN_RATIO} to "
-        f"{MAX_RATIO} times the target, density orders heads for quite another budget. What helps: {remedy}."
+        f"the gates' price was to keep {target:.1%} of the keys, and they keep {reached:.1%}: "
+        f"outside {MIN_RATIO} to {MAX_RATIO} times the target, density orders heads for quite "
+        f"another budget. What helps: {remedy}."
     )
 
 
@@ -65,8 +67,9 @@ def undifferentiated(density: NDArray[np.float64], *, is_priced: bool) -> list[s
         ),
     ]
     return [
-        f"{heads.mean():.0%} of the KV heads kept nearly {amount}: the gates have not differentiated, so their order "
-        f"says little. What helps: more gated training steps, a larger predictor learning rate, or {tau}."
+        f"{heads.mean():.0%} of the KV heads kept nearly {amount}: the gates have not "
+        "differentiated, so their order says little. What helps: more gated training steps, a "
+        f"larger predictor learning rate, or {tau}."
         for heads, amount, tau in sides
         if heads.mean() > _UNDIFFERENTIATED
     ]

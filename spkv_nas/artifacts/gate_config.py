@@ -38,13 +38,14 @@ class GateConfig(BaseModel):
     )
     bias: float = Field(
         5.0,
-        description="initial logit of every gate (paper: 5, so that u = 0.993; gates with a price start at the "
-        "logit of tau)",
+        description="initial logit of every gate (paper: 5, so that u = 0.993; gates with a price "
+        "start at the logit of tau)",
     )
     init_scale: float = Field(1.0, ge=0.0, description="factor on the predictor's initial weights")
     price: float = Field(
         0.0,
-        description="penalty per kept key: adds price * mean(u) to the loss; the paper's lambda_aux is -price",
+        description="penalty per kept key: adds price * mean(u) to the loss; the paper's "
+        "lambda_aux is -price",
     )
     target_density: float | None = Field(
         None,
@@ -89,8 +90,9 @@ class GateConfig(BaseModel):
             raise ValueError(f"kernel_size must be odd; found {self.kernel_size}")
         if self.predictor == "bidirectional" and self.kernel_size // 2 >= self.window:
             raise ValueError(
-                f"a kernel of {self.kernel_size} looks {self.kernel_size // 2} tokens ahead, but must look less than "
-                f"the window of {self.window}, because whether a key is kept is decided before it leaves the window"
+                f"a kernel of {self.kernel_size} looks {self.kernel_size // 2} tokens ahead, but "
+                f"must look less than the window of {self.window}, because whether a key is kept "
+                "is decided before it leaves the window"
             )
         # Check the price and the heads
         if self.price and self.target_density is not None:

@@ -245,7 +245,8 @@ class HeadScores(grid.OnGrid):
         """Return one domain's scores [L, Hkv], clipped at 0 unless ``signed``. Raises ``UserError`` if unknown."""
         if domain not in self.domains:
             raise UserError(
-                f"density table '{self.name}' has no domain '{domain}'; it has {', '.join(self.domains)}"
+                f"density table '{self.name}' has no domain '{domain}'; it has "
+                f"{', '.join(self.domains)}"
             )
         values = np.asarray(self._by_domain("score")[self.domains.index(domain)])
         return values if signed else np.nan_to_num(values.clip(0.0))
@@ -434,8 +435,9 @@ class HeadScores(grid.OnGrid):
         if self.histogram is not None:
             return self.histogram
         raise UserError(
-            f"density table '{self.name}' has no histogram of utilities, so its density is known only at tau = "
-            f"{self.tau:g}\nprobe the model again to choose another tau"
+            f"density table '{self.name}' has no histogram of utilities, so its density is known "
+            f"only at tau = {self.tau:g}\n"
+            "probe the model again to choose another tau"
         )
 
     def _by_domain(self, column: str) -> NDArray[np.float64]:

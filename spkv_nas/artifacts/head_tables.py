@@ -129,7 +129,8 @@ def array_rows(values: ArrayLike, kind: str) -> pd.DataFrame:
         ) from error
     if scores.ndim != 2 or not scores.size or kind not in KINDS:
         raise UserError(
-            f"expected scores [layers, KV heads] of kind {', '.join(KINDS)}; found {list(scores.shape)} of kind {kind}"
+            f"expected scores [layers, KV heads] of kind {', '.join(KINDS)}; found "
+            f"{list(scores.shape)} of kind {kind}"
         )
     high = _MAX_SIZE.get(kind)
     low, high = (0.0, 1.0) if high is None else (-high, high)
@@ -168,7 +169,8 @@ def read_rows(
     if duplicate.any():
         line = rows.index[int(duplicate.to_numpy().argmax())]
         raise UserError(
-            f"{where}, line {line}: layer {rows['layer'][line]}, KV head {rows['kv_head'][line]} occurs twice"
+            f"{where}, line {line}: layer {rows['layer'][line]}, KV head {rows['kv_head'][line]} "
+            "occurs twice"
         )
     _check_complete(rows, where, heads_per_layer)
     return rows.rename(columns={name: _SCORE}).reset_index(drop=True), kind
@@ -208,8 +210,8 @@ def _check_complete(rows: pd.DataFrame, where: str, heads_per_layer: Sequence[in
             grid = ((layer, head) for layer, size in enumerate(sizes) for head in range(size))
             first = next(head_index for head_index in grid if head_index not in present)
             raise UserError(
-                f"{where}: {absent} of {total} heads are missing in domain '{domain}', starting with "
-                f"layer {first[0]}, KV head {first[1]}; the grid must be complete from 0"
+                f"{where}: {absent} of {total} heads are missing in domain '{domain}', starting "
+                f"with layer {first[0]}, KV head {first[1]}; the grid must be complete from 0"
             )
     if heads_per_layer:
         check_grid(where, rows.groupby("layer")["kv_head"].max() + 1, "its record", heads_per_layer)
@@ -230,8 +232,9 @@ def read_positions(path: Path, heads_per_layer: Sequence[int]) -> pd.DataFrame |
     if is_invalid.any():
         line = rows.index[int(is_invalid.to_numpy().argmax())]
         raise UserError(
-            f"positions {path}, line {line}: expected a head of {grid_words(heads_per_layer)}, and a start before the "
-            "end\nprobe again, or remove the file: only a figure needs it"
+            f"positions {path}, line {line}: expected a head of {grid_words(heads_per_layer)}, and "
+            "a start before the end\n"
+            "probe again, or remove the file: only a figure needs it"
         )
     return rows.reset_index(drop=True)
 
@@ -358,8 +361,10 @@ class WindowCosts:
             or not (pd.MultiIndex.from_frame(rows[_WINDOW_ORDER]) == expected).all()
         ):
             raise UserError(
-                f"window costs {path}: expected every head of {grid_words(heads_per_layer)}, domain and window once\n"
-                "probe again, or remove it: only layouts of several windows, and those for another memory, need it"
+                f"window costs {path}: expected every head of {grid_words(heads_per_layer)}, "
+                "domain and window once\n"
+                "probe again, or remove it: only layouts of several windows, and those for another "
+                "memory, need it"
             )
         costs = (
             rows["cost"].to_numpy().reshape(len(domains), len(heads), len(windows)).swapaxes(1, 2)

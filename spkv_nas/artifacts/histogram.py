@@ -206,7 +206,9 @@ class DocumentCounts:
             or not (domain < len(names)).all()
         ):
             raise errors.UserError(
-                f"{path} does not belong to the table in its folder: other domains or another grid\n{remedy}"
+                f"{path} does not belong to the table in its folder: other domains or another "
+                "grid\n"
+                f"{remedy}"
             )
         counts = cls(kept, tokens, domain, names, arrays["bins"], arrays["edges"])
         if not np.allclose(counts.density(), density, rtol=0, atol=1e-5):

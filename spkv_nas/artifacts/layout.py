@@ -34,7 +34,8 @@ FILE = "layout.yaml"  # in the folder of an export
 DEFAULT_WINDOW = 128  # of local heads, if neither the probe nor the caller sets one
 
 GLOBAL = "G"
-LOCAL = "LMNOPQRTUVWXYZ"  # letters of local heads, by window, the narrowest first; S are gated heads of other grids
+# Letters of local heads, by window, the narrowest first; S are gated heads of other grids
+LOCAL = "LMNOPQRTUVWXYZ"
 _GRID_COMMENT = "# one row per layer from layer 0, one letter per KV head: G global, {} local"
 _WINDOW = "window: {:<19} # visible recent keys of a local head, its own included"
 _WINDOWS = "windows: {:<18} # visible recent keys of a local head, its own included, by its letter"
@@ -137,7 +138,8 @@ class Layout(OnGrid):
             name = f"the window of {letter}" if has_legend else "window"
             if window < 1:
                 raise UserError(
-                    f"{name} is {window}; it must be at least 1, because it includes the query's own key"
+                    f"{name} is {window}; it must be at least 1, because it includes the query's "
+                    "own key"
                 )
             if window > limits.MAX_WINDOW:
                 raise UserError(f"{name} is {str(window)[:40]}; it is at most {limits.MAX_WINDOW}")
@@ -146,7 +148,8 @@ class Layout(OnGrid):
         # Check the letters of the legend
         if wrong := [letter for letter in legend if letter not in LOCAL or len(letter) != 1]:
             raise UserError(
-                f"windows: {wrong[0][:40]!r} is no letter of a local head; they are {', '.join(LOCAL)}"
+                f"windows: {wrong[0][:40]!r} is no letter of a local head; they are "
+                f"{', '.join(LOCAL)}"
             )
         if unused := [letter for letter in legend if letter not in "".join(self.heads)]:
             raise UserError(f"windows: no head is {unused[0]}; leave its window out")
@@ -156,7 +159,8 @@ class Layout(OnGrid):
             )
         if self.window and self.window != min(legend.values()):
             raise UserError(
-                f"window is {self.window}, but windows are {_listed(legend)}: give one window or several"
+                f"window is {self.window}, but windows are {_listed(legend)}: give one window or "
+                "several"
             )
 
     @property
@@ -341,8 +345,9 @@ class Layout(OnGrid):
         recorded_hash = content.provenance.get("hash") or layout.hash
         if str(recorded_hash) != layout.hash:
             warnings.warn(
-                f"{where} was edited after it was written (its hash was {recorded_hash}, now {layout.hash}): "
-                f"its strategy '{layout.strategy}' and provenance describe the previous grid\n"
+                f"{where} was edited after it was written (its hash was {recorded_hash}, now "
+                f"{layout.hash}): its strategy '{layout.strategy}' and provenance describe the "
+                "previous grid\n"
                 "if the edit is intended, rename the strategy and remove the hash from the file",
                 stacklevel=2,
             )
@@ -424,16 +429,19 @@ class _LayoutFile(schema.Section):
     )
     windows: dict[str, int] | None = Field(
         None,
-        description="in place of 'window': windows of local heads by their letter, such as {L: 128, M: 512}",
+        description="in place of 'window': windows of local heads by their letter, such as {L: "
+        "128, M: 512}",
         json_schema_extra={"additionalProperties": {"type": "integer", "minimum": 1}},
     )
     sinks: int = Field(
         0,
-        description="first tokens of the sequence that a local head sees besides its window; absent: 0",
+        description="first tokens of the sequence that a local head sees besides its window; "
+        "absent: 0",
         json_schema_extra={"minimum": 0},
     )
     heads: list[str] = Field(
-        description="one row per layer from layer 0, one letter per KV head: G global, L or one of 'windows' local",
+        description="one row per layer from layer 0, one letter per KV head: G global, L or one "
+        "of 'windows' local",
         json_schema_extra={"minItems": 1, "items": {"type": "string", "pattern": "^[GL-RT-Z]+$"}},
     )
     strategy: str = Field(
@@ -441,5 +449,6 @@ class _LayoutFile(schema.Section):
     )
     provenance: dict[str, Any] = Field(
         {},
-        description="origin of the layout, hash of window, sinks and heads, and checksum of the other fields",
+        description="origin of the layout, hash of window, sinks and heads, and checksum of the "
+        "other fields",
     )

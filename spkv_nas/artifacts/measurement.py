@@ -59,7 +59,8 @@ class Measurement:
     noun: str  # what a sample is, in the plural
     more_samples: int | None  # estimate of how many more would decide; None: unknown
     num_available: float  # samples that the text gives; NaN: not recorded
-    risk: float  # of a wrong pass, and of a wrong failure, of all candidates together; NaN: not recorded
+    # Of a wrong pass, and of a wrong failure, of all candidates together; NaN: not recorded
+    risk: float
     against: str  # the dense model
     passes_level: float = math.nan
     fails_level: float = math.nan

@@ -64,8 +64,8 @@ class PredictionCheck:
         agreement = f"their rank correlation with the losses of {number} random layouts is {self.correlation:.2f}"
         if self.has_failed:
             return (
-                f"costs of windows are no guide for this model on this text: {agreement}, below {self.bound:.2g}; "
-                "compare layouts by what was measured"
+                f"costs of windows are no guide for this model on this text: {agreement}, below "
+                f"{self.bound:.2g}; compare layouts by what was measured"
             )
         return f"costs of windows: {agreement}; losses are {self.slope:.2g} times as large as predicted"
 

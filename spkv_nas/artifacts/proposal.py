@@ -85,14 +85,16 @@ class Proposal:
             name for name, probe_hash in hashes.items() if probe_hash != table.content_hash
         ]:
             warnings.warn(
-                f"{', '.join(stale)}: proposed from an earlier probe named '{table.name}', not from the current "
-                f"one (hash {table.content_hash})\nrun propose again to use the current probe",
+                f"{', '.join(stale)}: proposed from an earlier probe named '{table.name}', not "
+                f"from the current one (hash {table.content_hash})\n"
+                "run propose again to use the current probe",
                 stacklevel=2,
             )
         if len(self.taus) > 1:
             warnings.warn(
-                f"the layouts were proposed at different thresholds, tau {', '.join(f'{tau:g}' for tau in self.taus)}: "
-                f"their coverage is computed at the threshold of '{table.name}', tau {table.tau:g}\n"
+                "the layouts were proposed at different thresholds, tau "
+                f"{', '.join(f'{tau:g}' for tau in self.taus)}: their coverage is computed at the "
+                f"threshold of '{table.name}', tau {table.tau:g}\n"
                 "propose them again at one threshold to compare their coverage",
                 stacklevel=2,
             )
@@ -216,8 +218,9 @@ def warn_of_separators(records: Mapping[str, Mapping[str, Any]]) -> None:
             f"'{separator}': {', '.join(names)}" for separator, names in members.items()
         )
         warnings.warn(
-            f"results on text with different separators of documents are compared ({listed}), which change what heads "
-            "attend to: measure all with the same --separator and --documents",
+            f"results on text with different separators of documents are compared ({listed}), "
+            "which change what heads attend to: measure all with the same --separator and "
+            "--documents",
             stacklevel=3,
         )
 
@@ -241,7 +244,8 @@ def _warn_if_different(
         )
         warnings.warn(
             f"layouts with {len(members)} different {subject} are compared ({listed})\n"
-            f"{cause} the loss whichever heads are global, so the choice of heads cannot be compared: {remedy}",
+            f"{cause} the loss whichever heads are global, so the choice of heads cannot be "
+            f"compared: {remedy}",
             stacklevel=4,
         )
 

@@ -398,7 +398,8 @@ def read_checkpoints(folder: Path, root: Path) -> list[TrainedModel]:
     for line, path in rows["checkpoint"].items():
         if not path or Path(path).is_absolute() or ".." in Path(path).parts or "\0" in path:
             raise errors.UserError(
-                f"table of checkpoints {folder / CHECKPOINTS}, line {line}: '{path[:100]}' is not in the workspace"
+                f"table of checkpoints {folder / CHECKPOINTS}, line {line}: '{path[:100]}' is not "
+                "in the workspace"
             )
     return [
         TrainedModel(strategy, int(seed), short_hash, root / checkpoint)

@@ -82,9 +82,11 @@ class ModelSize:
     intermediate_size: int  # channels of a layer's FFN
     vocabulary: int  # vocabulary size V of the logits
     positions: int | None  # context length that it was trained for; None if the config does not say
-    num_full: int  # layers with full attention; the others have a sliding window by design and are not gated
+    # Layers with full attention; the others have a sliding window by design and are not gated
+    num_full: int
     sliding_window: int = 0  # sliding window of those other layers, in keys
-    is_mixture: bool = False  # whether it is a mixture of experts, where a token uses only a part of the parameters
+    # Whether it is a mixture of experts, where a token uses only a part of the parameters
+    is_mixture: bool = False
     # sliding window of each layer in keys, None for full attention; empty if no layer has one
     native_windows: tuple[int | None, ...] = ()
     num_other_layers: int = 0  # layers without attention, or with the keys of another layer

@@ -12,7 +12,8 @@ from typing import Any
 from spkv_nas.artifacts.layout import Layout
 
 TRIED = "layouts_tried"  # key of a record: a list of ``TriedLayout.as_mapping``
-RECOMMENDED = "recommended"  # key of a record: the name of the layout to recommend; and the name of a copy of its file
+# Key of a record: the name of the layout to recommend; and the name of a copy of its file
+RECOMMENDED = "recommended"
 # Standard errors from a measured loss, beyond which a prediction is said to be wrong
 FAR_ERRORS = 2.0
 

@@ -40,7 +40,8 @@ class CacheCost:
             raise errors.UserError(f"--sinks must be at least 0; found {self.sinks}")
         if self.dtype not in ITEM_BYTES:
             raise errors.UserError(
-                f"the data type '{self.dtype}' of keys and values is unknown; expected one of {', '.join(ITEM_BYTES)}"
+                f"the data type '{self.dtype}' of keys and values is unknown; expected one of "
+                f"{', '.join(ITEM_BYTES)}"
             )
 
     @property
@@ -101,8 +102,9 @@ class CacheCost:
             most = num_heads - len(self.native_heads) if most is None else most
             least = min(self.total(number, num_heads) for number in range(1, max(1, most) + 1))
             raise errors.UserError(
-                f"{format_bytes(limit)} is too small{self.where}: {self.batch} requests of {self.context:,} tokens "
-                f"need at least {format_bytes(least)} with 1 to {max(1, most)} global heads\n"
+                f"{format_bytes(limit)} is too small{self.where}: {self.batch} requests of "
+                f"{self.context:,} tokens need at least {format_bytes(least)} with 1 to "
+                f"{max(1, most)} global heads\n"
                 "use more memory, a shorter --context, fewer sequences or a smaller data type"
             )
         return budget
@@ -134,8 +136,8 @@ def parse_memory(memory: str | float) -> float:
         return parse_bytes(text)
     if not 0.0 < share < 1.0:
         raise errors.UserError(
-            f"--memory {text[:40]}: give a share of full attention's KV cache between 0 and 100 %, such as 20%, or "
-            "bytes, such as 2GiB"
+            f"--memory {text[:40]}: give a share of full attention's KV cache between 0 and 100 %, "
+            "such as 20%, or bytes, such as 2GiB"
         )
     return share
 
@@ -162,7 +164,9 @@ class EngineCost(CacheCost):
         self.serving.engine.check_sinks(self.sinks, "leave out --engine, or use fewer --sinks")
         if self.native_heads or self.global_window < self.context:
             raise errors.UserError(
-                "layers of the model have a sliding window by design, which --engine does not count\nleave out --engine"
+                "layers of the model have a sliding window by design, which --engine does not "
+                "count\n"
+                "leave out --engine"
             )
 
     def total(self, num_global: int, num_heads: int) -> int:

@@ -110,8 +110,8 @@ class Calibration:
         last = self.contexts[-1]
         if not first <= context <= last:
             raise errors.UserError(
-                f"the calibration measured {first:,} to {last:,} tokens, not {context:,}: calibrate with "
-                f"--context {context}"
+                f"the calibration measured {first:,} to {last:,} tokens, not {context:,}: "
+                f"calibrate with --context {context}"
             )
 
     def layer_seconds(self, context: int, *, density: float = 1.0, window: int = 0) -> float:

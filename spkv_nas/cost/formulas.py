@@ -150,7 +150,8 @@ class Cost:
     """Cost of attention with a share ``density`` of the keys beyond the window."""
 
     name: str  # name of the model or layout
-    density: float  # share of the keys beyond the window, in [0, 1], in the layers that are not local by design
+    # Share of the keys beyond the window, in [0, 1], in the layers that are not local by design
+    density: float
     kv_bytes_per_token: float  # growth of the KV cache per token
     kv_cache_bytes: float  # KV cache of one sequence
     attention_flops: float  # forward FLOPs of attention per token

@@ -34,7 +34,8 @@ BIN_LIMIT, BIN_WIDTH = (
     12.0,
     0.05,
 )  # logits: u from 6e-6 to 1 - 6e-6; tau is resolved to 0.0125 at worst
-DOCUMENT_CELLS = 20_000_000  # maximum cells of the histogram by document, whose bins merge 2, 4, ... fine bins to fit
+# Maximum cells of the histogram by document, whose bins merge 2, 4, ... fine bins to fit
+DOCUMENT_CELLS = 20_000_000
 
 
 @dataclass

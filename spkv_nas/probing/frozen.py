@@ -177,7 +177,8 @@ class Mixture(Observer):
             (reach, sinks if local_layers.takes_sinks(state, reach) else 0) for reach in reaches
         ]
         self._kinds.append((state.checkpoint_window, 0))
-        self.shares = shares  # float [Hkv, K] or [B, Hkv, K], share of each kind by KV head, of global attention last
+        # float [Hkv, K] or [B, Hkv, K], share of each kind by KV head, of global attention last
+        self.shares = shares
 
     @classmethod
     def of_global(cls, state: LayerState, share: Tensor, window: int, sinks: int) -> "Mixture":

@@ -249,7 +249,8 @@ def _check_heads(granularity: str, max_heads: int | None) -> None:
         raise UserError(f"--granularity must be head or layer; found '{granularity}'")
     if max_heads is not None and granularity == kinds.LAYER:
         raise UserError(
-            "--max-heads limits the single heads to measure; --granularity layer measures none: give one"
+            "--max-heads limits the single heads to measure; --granularity layer measures none: "
+            "give one"
         )
 
 
@@ -261,7 +262,8 @@ class _Rounds:
     score: Callable[..., tuple[list[paired.DocumentNLL], float]]
     local: zero_shot.Windows  # windows of all heads in the all-local model
     whole: zero_shot.Windows  # windows of all heads in the all-global model
-    opens: bool  # True to make units global in the all-local model, False to make them local in the all-global one
+    # True to make units global in the all-local model, False to make them local in the all-global one
+    opens: bool
     num_blocks: int  # blocks per pass on this rank
     progress: Progress | None  # called with (blocks done, total) of this rank
     scores: dict[zero_shot.Windows, paired.DocumentNLL] = field(

@@ -30,7 +30,8 @@ def check_window(blocks: TokenBlocks, window: int, sinks: int = 0) -> None:
         sinks_text = f" and {sinks} sink token{'s' if sinks > 1 else ''}" if sinks else ""
         keys = f"{window} key{'s' if window > 1 else ''}"
         raise errors.UserError(
-            f"blocks of {blocks.block_size} tokens have no keys beyond a window of {keys}{sinks_text}\n"
+            f"blocks of {blocks.block_size} tokens have no keys beyond a window of "
+            f"{keys}{sinks_text}\n"
             "give a smaller --window, or a larger --context"
         )
 

@@ -143,14 +143,16 @@ def measure_signal(
     entry, run = _configured(SIGNALS[signal], options)
     if memory is not None and options.get("budget") is not None:
         raise UserError(
-            "give a limit of memory or a budget, not both: the memory says how many heads are global"
+            "give a limit of memory or a budget, not both: the memory says how many heads are "
+            "global"
         )
     micro_batch.check_blocks(model, blocks)
     # Choose window and sink tokens
     first_window = _window(entry, model, blocks) if window is None or entry.needs_gates else window
     if first_window < 1:
         raise UserError(
-            f"the window is {window}; it must be at least 1, because it includes the query's own key"
+            f"the window is {window}; it must be at least 1, because it includes the query's own "
+            "key"
         )
     number, facts = choose_sinks(model, blocks, first_window) if sinks is None else (sinks, {})
     if entry.takes_sinks and (number or sinks is not None):
@@ -233,7 +235,8 @@ def _window(entry: Signal, model: PreTrainedModel, blocks: TokenBlocks) -> int:
     config = config_section.gate_config(model)
     if config is None:
         raise UserError(
-            f"this model has no gates, so it has no {entry.name}: train an SP-KV reference model first"
+            f"this model has no gates, so it has no {entry.name}: train an SP-KV reference model "
+            "first"
         )
     return config.window
 
@@ -421,7 +424,8 @@ def _checked(
             break
     if check is None:
         SILENT.caution(
-            "the costs of windows are not checked: the model has too few different layouts of one memory"
+            "the costs of windows are not checked: the model has too few different layouts of one "
+            "memory"
         )
         return table, sizes
     table = replace(table, metadata={**table.metadata, CHECK: check.as_mapping()})
@@ -494,6 +498,7 @@ def half_of(blocks: TokenBlocks, num_blocks: int | None = None) -> TokenBlocks:
         _, half = hold_out(part, part.tokens.size, 0.5)
     except UserError as error:
         raise UserError(
-            f"half the documents, without the longest, are less than a block of {blocks.block_size} tokens: give more"
+            "half the documents, without the longest, are less than a block of "
+            f"{blocks.block_size} tokens: give more"
         ) from error
     return half if num_blocks is None else half.nested([min(num_blocks, half.num_blocks)])[0]

@@ -129,7 +129,8 @@ def _check(model: PreTrainedModel, blocks: TokenBlocks, config: GateConfig) -> N
     """Raise ``UserError`` unless gates of a model can be trained on ``blocks``, towards a density or at a price."""
     if config.target_density is None and not config.price:
         raise UserError(
-            "gates on a frozen model need a target density, or a price above 0 (the sparsity penalty)"
+            "gates on a frozen model need a target density, or a price above 0 (the sparsity "
+            "penalty)"
         )
     check_blocks(model, blocks)
     weights.check_placed(model)
@@ -275,7 +276,8 @@ class _Learning:
         saved = torch.load(folder / _FILE, map_location="cpu", weights_only=True)
         if set(saved["parameters"]) != set(self._parameters):
             raise UserError(
-                "the saved gates belong to another model: give another folder for the checkpoint of the gates"
+                "the saved gates belong to another model: give another folder for the checkpoint "
+                "of the gates"
             )
         for name, parameter in self._parameters.items():
             parameter.copy_(saved["parameters"][name])

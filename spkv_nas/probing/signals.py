@@ -45,8 +45,9 @@ Seed = Annotated[int, SEED]
 Budget = Annotated[str | None, BUDGET]
 
 SINKS = flag.Flag(
-    "Sink tokens: first tokens of a sequence that a local head sees besides its window. auto: 0, 1, 2 or 4, by the "
-    "model's measured attention on first tokens; a layout or gates of the model keep their own number.",
+    "Sink tokens: first tokens of a sequence that a local head sees besides its window. auto: 0, "
+    "1, 2 or 4, by the model's measured attention on first tokens; a layout or gates of the model "
+    "keep their own number.",
     metavar="auto|N",
 )
 _TAU = flag.Flag("Gate threshold in [0, 1]; a higher one keeps fewer keys.")

@@ -32,7 +32,8 @@ NUM_SINKS = (1, 2, 4)  # numbers of sink tokens to choose from
 _POSITIONS = 8  # first tokens whose attention is measured
 _WITHIN = 4  # first tokens that can be sinks
 _MIN_HELD = 0.9
-_MIN_EXCESS = 0.002  # other early tokens get .0001 to .0003, sinks that pay off at least .005 (``reports/LOG.md``)
+# Other early tokens get .0001 to .0003, sinks that pay off at least .005 (``reports/LOG.md``)
+_MIN_EXCESS = 0.002
 _MEDIAN_VALUES = 1 << 22  # maximum values that a median is taken of, as it sorts them
 
 
@@ -55,7 +56,8 @@ class SinkReport:
     # see the first tokens
     mass: arrays.Float = field(repr=False)  # long
     num_kv_heads: int  # KV heads per layer, most of them if layers differ
-    average: float  # mean attention weight that a token would get if a query attended to all of its keys alike
+    # Mean attention weight that a token would get if a query attended to all of its keys alike
+    average: float
     massive: tuple[MassiveActivation, ...]  # the largest activation of each decoder layer
 
     @property

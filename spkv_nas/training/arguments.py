@@ -65,7 +65,8 @@ def training_arguments(
         run_name=f"{recipe.name}-{folder.name}",  # shown by experiment trackers
         project=recipe.name,
         disable_tqdm=True,  # replaced by TokenProgressCallback
-        ddp_find_unused_parameters=False,  # compute_loss keeps frozen predictors connected to the loss
+        # compute_loss keeps frozen predictors connected to the loss
+        ddp_find_unused_parameters=False,
         fsdp=sharded or None,
         fsdp_config={**_FSDP, "cpu_offload": recipe.sharding == OFFLOAD} if sharded else None,
     )

@@ -32,8 +32,8 @@ class RopeConfig(schema.Section):
     factor: float | None = Field(
         None,
         ge=1.0,
-        description="scaling factor of linear and yarn; by default the longer block size divided by the model's "
-        "positions",
+        description="scaling factor of linear and yarn; by default the longer block size divided "
+        "by the model's positions",
     )
     original_max_position_embeddings: int | None = Field(
         None,
@@ -109,8 +109,8 @@ class BranchConfig(schema.Section):
         1.0,
         gt=0.0,
         le=1.0,
-        description="share of the steps, at the end, in which the learning rate decays (cosine); before them it stays "
-        "at its peak; 1: from the end of the warm-up",
+        description="share of the steps, at the end, in which the learning rate decays (cosine); "
+        "before them it stays at its peak; 1: from the end of the warm-up",
         exclude_if=lambda fraction: (
             fraction == 1.0
         ),  # hashes and records of recipes stay as before the key existed
@@ -129,8 +129,9 @@ class BranchConfig(schema.Section):
     )
     sinks: Literal["learned"] | None = Field(
         None,
-        description="learned: train a logit in the softmax's denominator of every local query head of a layout, from "
-        "the measured score of the first token that the head does not see; default: the layout's sink tokens alone",
+        description="learned: train a logit in the softmax's denominator of every local query "
+        "head of a layout, from the measured score of the first token that the head does not see; "
+        "default: the layout's sink tokens alone",
         exclude_if=lambda sinks: sinks is None,  # as above
     )
 
@@ -143,7 +144,8 @@ class BranchConfig(schema.Section):
     def _distills_throughout(self) -> "BranchConfig":
         if self.distill is not None and self.extend is not None:
             raise ValueError(
-                "'distill' and 'extend' exclude each other: the dense checkpoint does not support longer blocks"
+                "'distill' and 'extend' exclude each other: the dense checkpoint does not support "
+                "longer blocks"
             )
         return self
 
@@ -153,8 +155,8 @@ class GatesConfig(GateConfig):
 
     training: Literal["continued", "from-scratch", "frozen-model"] = Field(
         "continued",
-        description="continued: from the dense checkpoint; from-scratch: dense phase and branch in one run; "
-        "frozen-model: train only the predictors, with soft gates throughout",
+        description="continued: from the dense checkpoint; from-scratch: dense phase and branch "
+        "in one run; frozen-model: train only the predictors, with soft gates throughout",
     )
     mode: Literal["soft", "sampled"] = Field(
         "soft", description="soft, or sampled: Bernoulli gates with straight-through gradients"
@@ -205,9 +207,10 @@ def gates_of_layout(section: dict[str, Any], base: Path, where: str) -> dict[str
     layout.check_one_window(f"{where}: gates.layout needs one, which becomes that of the gates")
     if layout.sinks:
         raise errors.UserError(
-            f"{where}: gates.layout has {layout.reach}, but local heads of a model with gates see only their window\n"
-            f"write it without sink tokens (layout convert {section['layout']} NEW.yaml --sinks 0), or retrain it "
-            "without gates (train-hybrid)"
+            f"{where}: gates.layout has {layout.reach}, but local heads of a model with gates see "
+            "only their window\n"
+            f"write it without sink tokens (layout convert {section['layout']} NEW.yaml --sinks "
+            "0), or retrain it without gates (train-hybrid)"
         )
     # Turn global heads into gated ones, and keep the section's other keys
     heads = [row.replace(GLOBAL, GATED) for row in layout.heads]

@@ -246,8 +246,9 @@ def measure_initial_sinks(
     layout.check_one_window("branch.sinks: learned needs one; leave it out")
     if blocks.block_size <= layout.window + layout.sinks:
         raise UserError(
-            f"branch.sinks: learned: a window of {layout.window} keys and {layout.sinks} sink tokens hide nothing in "
-            f"blocks of {blocks.block_size} tokens\nuse a larger data.block_size, or leave branch.sinks out"
+            f"branch.sinks: learned: a window of {layout.window} keys and {layout.sinks} sink "
+            f"tokens hide nothing in blocks of {blocks.block_size} tokens\n"
+            "use a larger data.block_size, or leave branch.sinks out"
         )
     # Add up the means of blocks by layer
     part = blocks.spread(max(1, _SINK_TOKENS // blocks.block_size))
@@ -333,8 +334,9 @@ def _check_shared(model: PreTrainedModel) -> None:
         if adapted and len(modules) > 1:
             names = [name.removesuffix(".base_layer") for name in modules]
             raise UserError(
-                f"lora.targets: {' and '.join(names)} share one tensor (tied embeddings), so that an adapter of one "
-                f"would be merged into both\nleave {adapted[0].removesuffix('.base_layer').split('.')[-1]} out"
+                f"lora.targets: {' and '.join(names)} share one tensor (tied embeddings), so that "
+                "an adapter of one would be merged into both\n"
+                f"leave {adapted[0].removesuffix('.base_layer').split('.')[-1]} out"
             )
 
 

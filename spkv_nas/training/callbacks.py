@@ -297,7 +297,8 @@ def extended_config(
     current = getattr(text, "rope_parameters", None)
     if not current:
         raise UserError(
-            f"models of type '{text.model_type}' have no rotary position embeddings (RoPE) to extend\n"
+            f"models of type '{text.model_type}' have no rotary position embeddings (RoPE) to "
+            "extend\n"
             "leave branch.extend out"
         )
     # Merge the settings, into those of global layers if each kind has its own

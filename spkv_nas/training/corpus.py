@@ -324,8 +324,9 @@ def training_data(
     longer = text.cut(size)
     if longer.num_blocks < batch // ratio:
         raise errors.UserError(
-            f"branch.extend: the training text gives {longer.num_blocks} blocks of {size} tokens, fewer than one batch "
-            f"of {batch // ratio}\ngive more text, or a smaller branch.extend.block_size"
+            f"branch.extend: the training text gives {longer.num_blocks} blocks of {size} tokens, "
+            f"fewer than one batch of {batch // ratio}\n"
+            "give more text, or a smaller branch.extend.block_size"
         )
     order, num_indices = (
         order.longer(ratio, start - mixture.synthetic(start)),

@@ -146,8 +146,9 @@ class Draft:
         tokens = self.batch_size * self.block_size
         other = next(kind for kind in STEP_TOKENS if kind != self.device)
         return (
-            f"training: as in the recipe that init writes with --device {self.device}, {self.steps} steps of "
-            f"{tokens:,} tokens (with --device {other} at most {STEP_TOKENS[other]:,})"
+            f"training: as in the recipe that init writes with --device {self.device}, "
+            f"{self.steps} steps of {tokens:,} tokens (with --device {other} at most "
+            f"{STEP_TOKENS[other]:,})"
         )
 
     @property
@@ -210,8 +211,9 @@ class Draft:
 
 def _too_little(size: ModelSize, text: TextSize) -> errors.UserError:
     return errors.UserError(
-        f"{text.tokens:,} tokens of text, {size.positions or 'any number of'} positions of the model: too few "
-        f"for {_MIN_BLOCKS} blocks of {_SMALLEST_BLOCK} tokens\ngive more text"
+        f"{text.tokens:,} tokens of text, {size.positions or 'any number of'} positions of the "
+        f"model: too few for {_MIN_BLOCKS} blocks of {_SMALLEST_BLOCK} tokens\n"
+        "give more text"
     )
 
 

@@ -398,15 +398,16 @@ def compare_control(
         return
     if is_worse(change, MAX_HARM):
         reporter.caution(
-            f"warning: {measured}: this retraining harms the model, and layouts with it\n{remedy(recipe)}"
+            f"warning: {measured}: this retraining harms the model, and layouts with it\n"
+            f"{remedy(recipe)}"
         )
         return
     reporter.announce(measured)
     # Explain gains that come from the dense phase
     if recipe.dense is not None:
         reporter.announce(
-            "the recipe's dense phase ends at its peak learning rate, and branches are its decay: every row gains by "
-            "it, so the change against the control says what a layout costs"
+            "the recipe's dense phase ends at its peak learning rate, and branches are its decay: "
+            "every row gains by it, so the change against the control says what a layout costs"
         )
 
 

@@ -31,7 +31,8 @@ class ModelConfig(schema.Section):
     )
     config: dict[str, Any] | None = Field(
         None,
-        description="Hugging Face config of a new model, with model_type; section 'dense' configures its training",
+        description="Hugging Face config of a new model, with model_type; section 'dense' "
+        "configures its training",
     )
 
     @model_validator(mode="after")
@@ -67,7 +68,8 @@ class TokenizerConfig(schema.Section):
             raise ValueError("set either 'path' or 'vocab_size', not both")
         if self.bos and self.path is not None:
             raise ValueError(
-                "bos is for a new tokenizer (vocab_size); that of 'path' has its own rule (data.bos)"
+                "bos is for a new tokenizer (vocab_size); that of 'path' has its own rule "
+                "(data.bos)"
             )
         return self
 
@@ -95,7 +97,8 @@ class LoraConfig(schema.Section):
     dropout: float = Field(0.0, ge=0.0, lt=1.0, description="dropout of an adapter's input")
     targets: Literal["all-linear"] | list[str] = Field(
         "all-linear",
-        description="names of linear layers, such as q_proj; all-linear: all of the decoder's layers",
+        description="names of linear layers, such as q_proj; all-linear: all of the decoder's "
+        "layers",
     )
 
 
@@ -155,7 +158,8 @@ class Recipe(schema.Section):
     )
     compile: bool | Literal["auto"] = Field(
         "auto",
-        description="compile decoder layers with torch.compile; auto: on a GPU, in runs that gain by it",
+        description="compile decoder layers with torch.compile; auto: on a GPU, in runs that gain "
+        "by it",
     )
     optimizer: OptimizerName = Field(
         DEFAULT_OPTIMIZER,
@@ -163,12 +167,13 @@ class Recipe(schema.Section):
     )
     precision: Literal["auto", "float32", "bfloat16"] = Field(
         "auto",
-        description="dtype of matrix products in training; auto: bfloat16 if the device supports it natively",
+        description="dtype of matrix products in training; auto: bfloat16 if the device supports "
+        "it natively",
     )
     sharding: Literal["none", "fsdp", "fsdp-offload"] = Field(
         "none",
-        description="with torchrun: none keeps a whole model on each GPU (DDP), fsdp shards it (FSDP2), "
-        "fsdp-offload keeps the shards in CPU memory",
+        description="with torchrun: none keeps a whole model on each GPU (DDP), fsdp shards it "
+        "(FSDP2), fsdp-offload keeps the shards in CPU memory",
     )
 
     @model_validator(mode="before")
@@ -193,7 +198,8 @@ class Recipe(schema.Section):
             self._check_from_scratch()
         if self.sharding != "none" and OPTIMIZERS[self.optimizer].package:
             raise ValueError(
-                f"optimizer: {self.optimizer} does not support shards: with sharding: {self.sharding} leave it out"
+                f"optimizer: {self.optimizer} does not support shards: with sharding: "
+                f"{self.sharding} leave it out"
             )
         # Mixture tasks and tokenizer
         if self.data.mix is not None:
@@ -224,7 +230,8 @@ class Recipe(schema.Section):
             return
         if extend.block_size % size:
             raise ValueError(
-                f"branch.extend.block_size {extend.block_size} is no multiple of data.block_size {size}"
+                f"branch.extend.block_size {extend.block_size} is no multiple of data.block_size "
+                f"{size}"
             )
         # Check that batches divide into the longer blocks
         sizes = {
@@ -234,8 +241,9 @@ class Recipe(schema.Section):
         for name, number in sizes.items():
             if number is not None and number % self.least_blocks(self.branch):
                 raise ValueError(
-                    f"{name} {number}: {number * size} tokens make no blocks of {extend.block_size}, "
-                    f"branch.extend.block_size; give a multiple of {extend.block_size // size}"
+                    f"{name} {number}: {number * size} tokens make no blocks of "
+                    f"{extend.block_size}, branch.extend.block_size; give a multiple of "
+                    f"{extend.block_size // size}"
                 )
 
     def _check_from_scratch(self) -> None:
@@ -252,7 +260,8 @@ class Recipe(schema.Section):
         for key in ("batch_size", "learning_rate", "weight_decay", "max_grad_norm"):
             if getattr(self.dense, key) != getattr(self.branch, key):
                 raise ValueError(
-                    f"gates.training: from-scratch is one run: dense.{key} and branch.{key} must be equal"
+                    f"gates.training: from-scratch is one run: dense.{key} and branch.{key} must "
+                    "be equal"
                 )
 
     def least_blocks(self, phase: DenseConfig | BranchConfig) -> int:
@@ -337,8 +346,9 @@ class Recipe(schema.Section):
         distance = gates.bias - threshold_logit(gates.tau)
         if gates.start_from is None and gates.soft_fraction > 0 and reach < distance < math.inf:
             return [
-                f"gates can hardly close: over {soft_steps:.0f} soft steps a logit travels about {reach:.2f}, less "
-                f"than the {distance:.2f} from the bias to tau\nmore branch.steps, a larger "
-                "gates.learning_rate_multiplier or a smaller gates.bias would help"
+                f"gates can hardly close: over {soft_steps:.0f} soft steps a logit travels about "
+                f"{reach:.2f}, less than the {distance:.2f} from the bias to tau\n"
+                "more branch.steps, a larger gates.learning_rate_multiplier or a smaller "
+                "gates.bias would help"
             ]
         return []

@@ -25,7 +25,8 @@ from spkv_nas.training.corpus import Corpus, join_processes
 from spkv_nas.training.recipe import Recipe
 
 _CHECKPOINTS = 10  # of a run, to resume from
-_MAX_EPOCHS = 4  # times that a text is read: after 7 stories260k gained, after 15 it had lost (reports/LOG.md)
+# Times that a text is read: after 7 stories260k gained, after 15 it had lost (reports/LOG.md)
+_MAX_EPOCHS = 4
 _HELD_OUT = 0.1  # of the documents, which are not trained on
 
 
@@ -127,14 +128,16 @@ def _recipe(
     if length < least * seconds:
         needed = units.format_seconds(least * seconds)
         raise errors.UserError(
-            f"{least} steps of each layout, the minimum, take {needed} here: allow more time (--retrain)"
+            f"{least} steps of each layout, the minimum, take {needed} here: allow more time "
+            "(--retrain)"
         )
     # Stop before the text is read too often
     steps = int(length / seconds)
     most = max(least, _MAX_EPOCHS * corpus.train.num_blocks // batch_size)
     if steps > most:
         reporter.announce(
-            f"{most:,} steps, not {steps:,}: these read the text {_MAX_EPOCHS} times; more would overfit"
+            f"{most:,} steps, not {steps:,}: these read the text {_MAX_EPOCHS} times; more would "
+            "overfit"
         )
     return of(min(steps, most))
 
@@ -214,8 +217,8 @@ def _check(model: PreTrainedModel, blocks: TokenBlocks, heldout: TokenBlocks) ->
         micro_batch.check_blocks(model, part)
     if blocks.block_size != heldout.block_size:
         raise errors.UserError(
-            f"the blocks have {blocks.block_size} tokens, the held-out ones {heldout.block_size}: build both with the "
-            "same block_size"
+            f"the blocks have {blocks.block_size} tokens, the held-out ones {heldout.block_size}: "
+            "build both with the same block_size"
         )
 
 

@@ -100,7 +100,8 @@ def run_lock(folder: Path, announce: progress.Announce = progress.silent) -> Ite
     """Hold the lock of a run's folder; with torchrun, rank 0 holds it for all ranks."""
     lock = locks.FolderLock(folder, "trains the same run")
     while not distributed.on_main(lambda: lock.take(_PATIENCE, announce)):
-        continue  # on_main reports to the other ranks each time, so that their collectives do not time out
+        # on_main reports to the other ranks each time, so that their collectives do not time out
+        continue
     try:
         yield
     finally:
@@ -126,7 +127,8 @@ def check_text(
             else ""
         )
         raise errors.UserError(
-            f"the text has changed since the run in {folder} started: a file was edited, added or removed\n"
+            f"the text has changed since the run in {folder} started: a file was edited, added or "
+            "removed\n"
             f"rename the recipe, or restore the text; to start over, remove that folder{also}"
         )
 
@@ -251,7 +253,8 @@ def load_optimizer_state(
     of_torch = isinstance(getattr(optimizer, "optimizer", optimizer), torch.optim.AdamW)
     if saved and of_torch != any(key.endswith("::exp_avg") for key in saved):
         warnings.warn(
-            f"{path} belongs to another optimizer than the recipe's, which starts from a fresh state",
+            f"{path} belongs to another optimizer than the recipe's, which starts from a fresh "
+            "state",
             stacklevel=2,
         )
         saved = {}

@@ -107,14 +107,16 @@ class SPKVTrainer(Trainer):
         )
         if len(self.train_dataset) < batch:
             raise UserError(
-                f"the training text gives {len(self.train_dataset)} blocks, fewer than one batch of {batch}\n"
+                f"the training text gives {len(self.train_dataset)} blocks, fewer than one batch "
+                f"of {batch}\n"
                 "give more text, a smaller block_size or a smaller batch_size"
             )
         newest = on_main(lambda: run_files.newest_checkpoint(self._folder))
         if newest is not None and any(newest.glob("pytorch_model_fsdp*")) != bool(self.args.fsdp):
             raise UserError(
-                f"{newest} was written {'without' if self.args.fsdp else 'with'} sharding: fsdp, which this run cannot "
-                "read\ngo on as it was begun, or delete it to start over"
+                f"{newest} was written {'without' if self.args.fsdp else 'with'} sharding: fsdp, "
+                "which this run cannot read\n"
+                "go on as it was begun, or delete it to start over"
             )
         on_main(lambda: run_files.remove_checkpoints(self._folder, after=newest))
         # Train, deferring signals to the end of a step
@@ -153,7 +155,8 @@ class SPKVTrainer(Trainer):
         if self.args.fsdp:
             if not self.is_fsdp_enabled:
                 raise UserError(
-                    f"sharding: fsdp needs GPUs; on {self.args.device.type} every process would hold all"
+                    f"sharding: fsdp needs GPUs; on {self.args.device.type} every process would "
+                    "hold all"
                 )
             plugin = self.accelerator.state.fsdp_plugin
             sharding.shard_added_modules(model, plugin, bfloat16=self.args.bf16)
@@ -336,7 +339,8 @@ class SPKVTrainer(Trainer):
         checkpoint = run_files.newest_checkpoint(self._folder)
         step = self.state.global_step if step is None else step
         raise UserError(
-            f"training stopped at step {step}: the {what} is {value:.6g}; nothing was saved with it\n"
+            f"training stopped at step {step}: the {what} is {value:.6g}; nothing was saved with "
+            "it\n"
             f"last good checkpoint: {checkpoint or 'none yet'}\n"
             "lower the learning rate, or look at the data of this step"
         )
