@@ -31,9 +31,8 @@ _COLUMNS = (
     _number("density_percent"),
     _number("coverage_percent"),
     _number("nll"),  # nats per token
-    _number(
-        "delta_nll_percent", low=-100.0
-    ),  # against the untouched dense model, paired by document
+    # Against the untouched dense model, paired by document
+    _number("delta_nll_percent", low=-100.0),
     _number("delta_nll_standard_error"),  # in percentage points
     _number("delta_control_percent", low=-100.0),  # against the control, paired by document
     _number("delta_control_standard_error"),

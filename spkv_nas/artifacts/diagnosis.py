@@ -5,10 +5,9 @@ import pandas as pd
 from numpy.typing import NDArray
 
 FEW_TOKENS = 1024  # of a domain: fewer are only a paragraph or two
-MIN_RATIO, MAX_RATIO = (
-    0.7,
-    1.4,
-)  # bounds of reached / target density, beyond which the ranking is for another budget
+# Bounds of reached / target density, beyond which the ranking is for another budget
+MIN_RATIO = 0.7
+MAX_RATIO = 1.4
 # "training" in a probe's record if gates were trained with the weights frozen
 FROZEN = "frozen-model"
 # Above this density a head keeps nearly everything; below 1 - 0.9, nearly nothing

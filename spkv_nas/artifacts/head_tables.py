@@ -33,10 +33,8 @@ from spkv_nas.base.errors import UserError, first_line
 from spkv_nas.base.tables import MAX_BYTES, Column, read_table, write_csv
 
 MAX_NATS = 1e3  # bound of gains, of their standard errors, and of costs
-_MAX_SIZE = {
-    GAIN: MAX_NATS,
-    SCORE: limits.MAX_SHOWN,
-}  # by kind: bound of signed scores; others are in [0, 1]
+# By kind: bound of signed scores; others are in [0, 1]
+_MAX_SIZE = {GAIN: MAX_NATS, SCORE: limits.MAX_SHOWN}
 _SCORE = "score"  # the column in memory
 _HEAD_COLUMNS = (Column("layer", "whole"), Column("kv_head", "whole"))
 _SCORE_COLUMNS = (
@@ -134,10 +132,9 @@ def array_rows(values: ArrayLike, kind: str) -> pd.DataFrame:
         )
     high = _MAX_SIZE.get(kind)
     low, high = (0.0, 1.0) if high is None else (-high, high)
-    is_absent = (
-        np.isnan(scores)[:, ::-1].cumprod(1)[:, ::-1].astype(bool)
-    )  # only at the end of a row
-    is_absent[:, 0] = False
+    # Layers have fewer heads where NaN fills the end of a row, but at least one
+    num_heads = np.where(np.isnan(scores), 0, np.arange(1, scores.shape[1] + 1)).max(1)
+    is_absent = np.arange(scores.shape[1]) >= np.maximum(num_heads, 1)[:, None]
     if not ((low <= scores) & (scores <= high) | is_absent).all():
         raise UserError(f"scores of kind {kind} must be numbers between {low:g} and {high:g}")
     # List the heads as rows
@@ -263,9 +260,8 @@ class Gains:
 
     # [L, Hkv]; negative if a head does harm, or appears to by chance; NaN beyond the heads of a layer
     values: NDArray[np.float64]
-    standard_error: NDArray[
-        np.float64
-    ]  # [L, Hkv], clustered by document; NaN for a single document
+    # [L, Hkv], clustered by document; NaN for a single document
+    standard_error: NDArray[np.float64]
 
     @classmethod
     def read(cls, path: Path, heads_per_layer: Sequence[int]) -> "Gains | None":

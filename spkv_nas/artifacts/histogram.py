@@ -175,9 +175,8 @@ class DocumentCounts:
         index = int(np.searchsorted(self.edges, logit, side="right"))
         bounds = (-math.inf, *self.edges.tolist(), math.inf)
         below, above = (density(sigmoid(edge)) for edge in bounds[index : index + 2])
-        share = (density(tau) - above) / np.where(
-            below > above, below - above, 1.0
-        )  # of the bin's tokens
+        # Share of the bin's tokens that are kept
+        share = (density(tau) - above) / np.where(below > above, below - above, 1.0)
         kept = self.bins[..., index + 1 :].sum(-1) + share[self.domain] * self.bins[..., index]
         return replace(self, kept=kept)
 

@@ -64,9 +64,8 @@ class Measurement:
     against: str  # the dense model
     passes_level: float = math.nan
     fails_level: float = math.nan
-    kv_cache_percent: float = (
-        math.nan
-    )  # KV cache of full attention's at ``context`` tokens; NaN: not recorded
+    # KV cache, in percent of full attention's, at ``context`` tokens; NaN: not recorded
+    kv_cache_percent: float = math.nan
     context: int | None = None  # tokens of a block of the text; None: not recorded
     by_position: tuple[
         PositionLoss, ...

@@ -28,9 +28,8 @@ class Proposal:
     taus: tuple[
         float, ...
     ] = ()  # all thresholds named in the files, ascending; empty for layouts made by hand
-    files: Mapping[str, Path] = field(
-        default_factory=dict
-    )  # path of each layout, by the same names
+    # Path of each layout, by the same names
+    files: Mapping[str, Path] = field(default_factory=dict)
 
     @property
     def tau(self) -> float | None:
@@ -136,9 +135,8 @@ class Proposal:
     @classmethod
     def read_folder(cls, folder: Path) -> "Proposal":
         """Read the layouts that ``propose`` wrote to ``layouts/<name>/``; ``UserError`` if there are none."""
-        files = sorted(
-            file for file in folder.glob("*.yaml") if file.stem != RECOMMENDED
-        )  # a copy of another
+        # The recommended layout is a copy of another
+        files = sorted(file for file in folder.glob("*.yaml") if file.stem != RECOMMENDED)
         if not files:
             raise UserError(f"no layouts in {folder}\nrun propose first, or give layout files")
         return cls.read(files)

@@ -22,6 +22,7 @@ from spkv_nas.artifacts.selection import Selection, write_selection
 from spkv_nas.base import errors, files, limits, names, progress, records, replace, schema, version
 from spkv_nas.base.tables import Column, read_table, write_csv
 
+# Keys that do not describe the inputs
 _RESULTS = (
     "environment",
     "alarm",
@@ -29,7 +30,7 @@ _RESULTS = (
     "by_position",
     "inputs",
     "num_selection",
-)  # keys that do not describe the inputs
+)
 # Key of a record: the sentence that its numbers make no sense (``evaluation.alarms``)
 ALARM = "alarm"
 CHECKPOINTS = "checkpoints.csv"
@@ -221,9 +222,8 @@ BASELINES = ResultTable(
         _number("density", high=1.0),
         _number("tau", high=1.0),
         _number("nll"),  # nats per token
-        _number(
-            "delta_nll_percent", -100.0
-        ),  # against the dense model, the first row, paired by document
+        # Against the dense model, the first row, paired by document
+        _number("delta_nll_percent", -100.0),
         _number("delta_nll_standard_error"),  # in percentage points
     ),
 )
@@ -301,9 +301,8 @@ AGREEMENT = ResultTable(
         _number("acceptance", high=1.0),
         _number("acceptance_standard_error"),
         Column("draft_tokens", "whole"),
-        _number(
-            "tokens_per_pass"
-        ),  # of the dense model, if the model drafts draft_tokens tokens for each pass
+        # Of the dense model, if the model drafts draft_tokens tokens for each pass
+        _number("tokens_per_pass"),
         _number("tokens_per_pass_standard_error"),
     ),
 )
@@ -314,9 +313,8 @@ SCORES = ResultTable(
         Column("hash"),  # of the layout; empty for full attention
         Column("num_global", "whole"),
         _number("density_percent"),
-        _number(
-            "kv_cache_percent", default=""
-        ),  # memory for one block, of full attention's; older files lack it
+        # Memory for one block, of full attention's; older files lack it
+        _number("kv_cache_percent", default=""),
         _number("coverage_percent"),
         _number("nll"),  # nats per token
         _number("delta_nll_percent", -100.0),  # against full attention, paired by document
@@ -346,9 +344,8 @@ CRITICAL_BUDGET = ResultTable(
     (
         Column("candidate", default=""),  # name of the layout that was looked at
         Column("num_global", "whole"),
-        _number(
-            "memory", high=100.0, default=""
-        ),  # the budget, if it is one of memory, in percent of full attention's
+        # The budget, if it is one of memory, in percent of full attention's
+        _number("memory", high=100.0, default=""),
         Column("look", "whole"),  # from 1, in order
         # largest p-values at which it passes, and at which it fails; 0: not tested; older files lack them
         _number("passes_level", high=1.0, default=""),

@@ -12,9 +12,8 @@ from spkv_nas.base.tables import Column, read_table
 BASELINE = "baseline"  # sampler of layouts that the search started from or compares with
 
 Retraining = Literal["short", "full"]
-Fidelity = Literal[
-    "zero_shot", Retraining
-]  # how a score was measured: untrained, short run or full run
+# How a score was measured: untrained, short run or full run
+Fidelity = Literal["zero_shot", Retraining]
 FIDELITIES: tuple[Fidelity, ...] = get_args(Fidelity)
 
 _MAX_COST = 1e30

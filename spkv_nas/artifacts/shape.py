@@ -14,12 +14,10 @@ class HeadShape:
     num_kv_heads: int  # KV heads per layer Hkv in the cache, of the largest layer
     # channels of a head D in the cache, the most of its keys and its values, in the layer where it is largest
     head_dim: int
-    layer_heads: tuple[int, ...] = field(
-        default=(), kw_only=True
-    )  # KV heads of each layer if they differ
-    layer_dims: tuple[int, ...] = field(
-        default=(), kw_only=True
-    )  # channels of a head in each layer if they differ
+    # KV heads of each layer if they differ
+    layer_heads: tuple[int, ...] = field(default=(), kw_only=True)
+    # Channels of a head in each layer if they differ
+    layer_dims: tuple[int, ...] = field(default=(), kw_only=True)
     # channels of a head in a pass, if layers expand all heads from a latent, which is their one KV head; 0: none does
     expanded_dim: int = field(default=0, kw_only=True)
 

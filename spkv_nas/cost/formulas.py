@@ -250,9 +250,8 @@ def layout_density(
 
 def logit_bytes(vocabulary: int, num_tokens: int, *, item: int, chunk: int | None = None) -> int:
     """Return the peak bytes of a ``chunk_tokens`` of logits, of ``item`` bytes each, their loss and its gradient."""
-    copies = 4 + (
-        4 if item < FLOAT32 else 0
-    )  # log-softmax, which becomes the gradient, and the logits in float32
+    # Log-softmax, which becomes the gradient, and the logits in float32
+    copies = 4 + (4 if item < FLOAT32 else 0)
     return min(num_tokens, chunk_tokens(vocabulary, chunk)) * vocabulary * (item + copies)
 
 
@@ -353,9 +352,8 @@ class PassMemory:
             kept, logits = kept + num_tokens * self.item * self.size.hidden_size, 5 * logits // 2
         if not recomputes:
             return kept + max(self._backward(num_tokens), logits)
-        layer = num_tokens * (
-            self._layer(learns) + self._predictor
-        )  # recomputed after the logits are freed
+        # Recomputed after the logits are freed
+        layer = num_tokens * (self._layer(learns) + self._predictor)
         return kept + max(self._backward(num_tokens, frees=True), logits - layer)
 
     def kept(

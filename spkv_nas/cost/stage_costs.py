@@ -158,9 +158,8 @@ class Stages:
             weights, learning, passes.learning(blocks * self.block_size, recomputes=recomputes)
         )
         tokens = steps * step_blocks * self.block_size
-        reference = (
-            0.0 if of_keys else self._forward_flops(scored=True, gated=False)
-        )  # of the unchanged model
+        # A pass of the unchanged model, whose predictions are preserved
+        reference = 0.0 if of_keys else self._forward_flops(scored=True, gated=False)
         flops = tokens * (
             reference + self._learning_flops(Learns.GATES, gated=of_keys, recomputes=recomputes)
         )
@@ -311,20 +310,18 @@ class Stages:
         weights = training.weight_item * size.num_parameters + FLOAT32 * (
             predictors + training.adapters
         )
-        if (
-            training.distills and learns is Learns.ALL
-        ):  # a copy as teacher; frozen weights are their own
+        # The teacher is a copy; frozen weights are their own teacher
+        if training.distills and learns is Learns.ALL:
             weights += (
                 passes.item * size.without_embeddings
                 + (passes.item if is_sharded else FLOAT32) * outside
             )
         gradients = FLOAT32 * learning
         moments = training.moment_bytes * learning
-        # FSDP2: a shard of everything, plus gathered layers
+        # FSDP2: a shard of everything
         if is_sharded:
-            gathered = (
-                passes.item * (outside + _GATHERED * layer) + FLOAT32 * layer
-            )  # and one layer's gradient
+            # Gathered layers and one layer's gradient
+            gathered = passes.item * (outside + _GATHERED * layer) + FLOAT32 * layer
             share = 0.0 if training.offloads else 1.0 / devices
             return Bytes(weights * share, (gradients + moments) * share + gathered, passing)
         # DDP or one device: everything, plus copies of weights for autocast
@@ -334,9 +331,8 @@ class Stages:
             copies = passes.item * (outside + layer if is_temporary else size.num_parameters)
         if devices > 1:
             gradients *= 2  # DDP's communication buckets
-        elif (
-            training.batch_size <= blocks
-        ):  # gradients of layers appear while activations are freed
+        elif training.batch_size <= blocks:
+            # Gradients of layers appear while activations are freed
             layer_gradients = FLOAT32 * (learning - (outside if learns is Learns.ALL else 0))
             gradients -= min(
                 layer_gradients, passes.going(tokens, learns=learns, recomputes=recomputes)

@@ -30,10 +30,9 @@ from spkv_nas.model import gates
 NUM_POSITION_BUCKETS = 16
 # Maximum tokens in the first position bucket; in longer blocks, widths grow geometrically
 _FIRST_BUCKET = 128
-BIN_LIMIT, BIN_WIDTH = (
-    12.0,
-    0.05,
-)  # logits: u from 6e-6 to 1 - 6e-6; tau is resolved to 0.0125 at worst
+# Of logits: u from 6e-6 to 1 - 6e-6, and tau is resolved to 0.0125 at worst
+BIN_LIMIT = 12.0
+BIN_WIDTH = 0.05
 # Maximum cells of the histogram by document, whose bins merge 2, 4, ... fine bins to fit
 DOCUMENT_CELLS = 20_000_000
 
@@ -53,9 +52,8 @@ class Counts:
     document_kept: torch.Tensor  # [groups, L, H] tokens kept, by group of documents
     document_bins: torch.Tensor  # int32 [groups, L, H, coarse bins]
     document_tokens: NDArray[np.int64]  # [groups]
-    seen: NDArray[
-        np.int64
-    ]  # [documents] 1 for a document that was completed, 0 for one without text
+    # [documents] 1 for a document that was completed, 0 for one without text
+    seen: NDArray[np.int64]
     wrong: torch.Tensor  # int64 [L, H] batches with a NaN utility
 
 
@@ -77,14 +75,19 @@ class Bins:
 
     def __init__(self, num_histograms: int) -> None:
         """Choose the coarse bin width so that ``num_histograms`` histograms by document fit in memory."""
-        widths = (2, 4, 8, 16, 32)
-        fitting = (w for w in widths if num_histograms * (self.num_fine // w + 2) <= DOCUMENT_CELLS)
-        self._width = next(fitting, widths[-1])
-        self.num_coarse = (self.num_fine - 2) // self._width + 2
+        inner = self.num_fine - 2
+        self._width = 2
+        while (
+            self._width < 32
+            and num_histograms * (self.num_fine // self._width + 2) > DOCUMENT_CELLS
+        ):
+            self._width *= 2
+        self.num_coarse = inner // self._width + 2
 
     def fine(self, logits: torch.Tensor) -> torch.Tensor:
         """Return the fine bin index of each logit."""
-        return ((logits + BIN_LIMIT) / BIN_WIDTH).floor_().clamp_(-1, self.num_fine - 2).long() + 1
+        bins = ((logits + BIN_LIMIT) / BIN_WIDTH).floor_()
+        return bins.clamp_(-1, self.num_fine - 2).long() + 1
 
     def coarse(self, fine: torch.Tensor) -> torch.Tensor:
         """Return the coarse bin index of each fine bin index."""
@@ -109,11 +112,13 @@ def position_buckets(length: int) -> NDArray[np.int64]:
     number = min(NUM_POSITION_BUCKETS, length)
     if length <= number * _FIRST_BUCKET:
         return np.arange(length, dtype=np.int64) * number // length
-    roots = np.roots(
-        [*[1.0] * (number - 1), 1.0 - length / _FIRST_BUCKET]
-    )  # solve 1 + r + ... = length / first
-    ratio = roots[(abs(roots.imag) < 1e-9) & (roots.real > 1.0)].real.item()
-    ends = np.round(_FIRST_BUCKET * np.cumsum(ratio ** np.arange(number - 1)))
+    # The ratio solves 1 + ratio + ratio^2 + ... = length / first
+    coefficients = [1.0] * (number - 1)
+    roots = np.roots([*coefficients, 1.0 - length / _FIRST_BUCKET])
+    is_growth = (abs(roots.imag) < 1e-9) & (roots.real > 1.0)
+    ratio = roots[is_growth].real.item()
+    widths = ratio ** np.arange(number - 1)
+    ends = np.round(_FIRST_BUCKET * np.cumsum(widths))
     return np.searchsorted(ends, np.arange(length), side="right").astype(np.int64)
 
 
@@ -130,23 +135,24 @@ class GateCounter:
         self._blocks = blocks
         self._tau = tau
         self.is_head = head_cells(heads_per_layer)  # bool [L, Hkv]
-        self._layers, self._heads = grid = self.is_head.shape
+        grid = self.is_head.shape
+        self._layers, self._heads = grid
         # Index domains and groups of documents, int64 [documents], and position buckets, int64 [T]
-        numbers = {domain: i for i, domain in enumerate(blocks.domains)}
-        self.domain_of = np.array([numbers[d.domain] for d in blocks.documents])
-        self.group_of, groups = group_documents(self.domain_of, len(numbers))
-        self.bucket_of = torch.from_numpy(position_buckets(blocks.block_size)).to(device)
+        number_of = {domain: number for number, domain in enumerate(blocks.domains)}
+        self.domain_of = np.array([number_of[document.domain] for document in blocks.documents])
+        self.group_of, num_groups = group_documents(self.domain_of, len(number_of))
+        buckets = position_buckets(blocks.block_size)
+        self.bucket_of = torch.from_numpy(buckets).to(device)
         # Allocate the counts
-        self.bins = Bins(math.prod((groups, *grid)))
-        sizes = len(numbers), len(blocks.documents), groups
+        self.bins = Bins(num_groups * self._layers * self._heads)
+        sizes = (len(number_of), len(blocks.documents), num_groups)
         # Counts of finished passes; ``finish`` adds the moments of documents that may continue on another rank
-        self.counts = _no_counts(sizes, grid, int(self.bucket_of[-1]) + 1, self.bins, device)
+        self.counts = _no_counts(sizes, grid, int(buckets[-1]) + 1, self.bins, device)
         self._logits: dict[int, torch.Tensor] = {}  # logits of the current pass, by layer
         self._first_block, self._last_block = _extents(blocks)  # of each document
         self._start: int | None = None  # first block of this rank
-        self._open: dict[
-            int, _Part
-        ] = {}  # documents with tokens in later passes, or on other ranks, by index
+        # Documents with tokens in later passes, or on other ranks, by index
+        self._open: dict[int, _Part] = {}
 
     def begin(self) -> None:
         """Start a forward pass and discard the logits of a failed one."""
@@ -162,7 +168,8 @@ class GateCounter:
         # Documents in these blocks, and their tokens, without filling
         tokens = self._blocks.marked(slice(start, stop))
         device = self.counts.kept.device
-        text = np.flatnonzero(~self._blocks.boundaries.is_filling(tokens))
+        is_filling = self._blocks.boundaries.is_filling(tokens)
+        text = np.flatnonzero(~is_filling)
         documents = self._blocks.document[start:stop].ravel()[text]  # [n]
         self._numbers, index = np.unique(documents, return_inverse=True)
         self._text = torch.from_numpy(text).to(device)
@@ -172,24 +179,24 @@ class GateCounter:
         # Buckets of their positions in the documents
         position = self._blocks.boundaries.positions(tokens).ravel()[text]
         self._bucket = self.bucket_of[torch.from_numpy(position).to(device)]
-        self.counts.position_tokens += np.bincount(
-            self._bucket.cpu(), minlength=len(self.counts.position_tokens)
-        )
+        num_buckets = len(self.counts.position_tokens)
+        self.counts.position_tokens += np.bincount(self._bucket.cpu(), minlength=num_buckets)
         # Offsets of each token's domain and document in the flattened histograms
         domain = torch.from_numpy(self.domain_of[documents]).to(device)
         self._bin_base = domain * (self._layers * self._heads * self.bins.num_fine)
         self._kept = torch.zeros(self._layers, self._heads, len(self._numbers), device=device)
         self._column_base = column * (self._heads * self.bins.num_coarse)
         # Group of each document
-        self._groups = torch.from_numpy(self.group_of[self._numbers]).to(device)
-        np.add.at(self.counts.document_tokens, self.group_of[self._numbers], self._tokens)
+        groups = self.group_of[self._numbers]
+        self._groups = torch.from_numpy(groups).to(device)
+        np.add.at(self.counts.document_tokens, groups, self._tokens)
 
     def _count(self, layer: int, logits: torch.Tensor) -> None:
         """Count the logits [B, H, T] of one layer."""
-        self.counts.wrong[layer] += logits.isnan().any(2).any(0)
-        logits = logits.nan_to_num(
-            nan=0.0, posinf=math.inf, neginf=-math.inf
-        )  # NaN has no bin; ``finish`` refuses it
+        is_wrong = logits.isnan().any(2)  # [B, H]
+        self.counts.wrong[layer] += is_wrong.any(0)
+        # NaN has no bin; ``finish`` refuses it
+        logits = logits.nan_to_num(nan=0.0, posinf=math.inf, neginf=-math.inf)
         logits = logits.transpose(0, 1).flatten(1)[:, self._text]  # [H, n]
         # Count kept tokens by document and by position
         kept = gates.keeps(logits, self._tau).float()
@@ -198,12 +205,13 @@ class GateCounter:
         # Add to the histograms by domain
         fine = self.bins.fine(logits)
         head = torch.arange(self._heads, device=logits.device)[:, None]
-        flat = fine + (head + layer * self._heads) * self.bins.num_fine + self._bin_base
-        self.counts.bins += torch.bincount(flat.flatten(), minlength=self.counts.bins.numel())
+        head_of_all = head + layer * self._heads
+        index = fine + head_of_all * self.bins.num_fine + self._bin_base
+        self.counts.bins += torch.bincount(index.flatten(), minlength=self.counts.bins.numel())
         # Add to the coarse histograms by group of documents
-        flat = self.bins.coarse(fine) + head * self.bins.num_coarse + self._column_base
+        index = self.bins.coarse(fine) + head * self.bins.num_coarse + self._column_base
         shape = (len(self._numbers), self._heads, self.bins.num_coarse)
-        coarse = torch.bincount(flat.flatten(), minlength=math.prod(shape)).view(shape)
+        coarse = torch.bincount(index.flatten(), minlength=math.prod(shape)).view(shape)
         self.counts.document_bins[:, layer].index_add_(0, self._groups, coarse.int())
 
     def end(self, start: int, number: int) -> None:
@@ -214,15 +222,14 @@ class GateCounter:
         self._logits = {}
         self.counts.document_kept.index_add_(0, self._groups, self._kept.permute(2, 0, 1).double())
         # Complete the documents that this rank has counted as a whole
-        self._start = start if self._start is None else self._start
+        if self._start is None:
+            self._start = start
         for column, document in enumerate(self._numbers.tolist()):
             part = _Part(self._kept[:, :, column].double(), int(self._tokens[column]))
             self._open[document] = part.with_(self._open.get(document))
         for document in list(self._open):
-            if (
-                self._first_block[document] >= self._start
-                and self._last_block[document] < start + number
-            ):
+            begins_here = self._first_block[document] >= self._start
+            if begins_here and self._last_block[document] < start + number:
                 self._close(document, self._open.pop(document))
 
     def finish(self) -> Counts:
@@ -231,11 +238,9 @@ class GateCounter:
         shared = {
             document: part._replace(kept=part.kept.cpu()) for document, part in self._open.items()
         }
-        counts = {
-            field.name: sum_over_processes(getattr(self.counts, field.name))
-            for field in fields(self.counts)
-        }
-        self.counts = Counts(**counts)
+        for field in fields(self.counts):
+            rank_counts = getattr(self.counts, field.name)
+            setattr(self.counts, field.name, sum_over_processes(rank_counts))
         wrong = self.counts.wrong.nonzero().tolist()
         if wrong:
             raise UserError(
@@ -265,10 +270,11 @@ class GateCounter:
 
 def _extents(blocks: TokenBlocks) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the first and the last block with tokens of each document, int64 [documents] each."""
-    first, last = np.full((2, len(blocks.documents)), -1, dtype=np.int64)
-    for block, owners in enumerate(blocks.document):
-        first[owners] = np.where(first[owners] < 0, block, first[owners])
-        last[owners] = block
+    first = np.full(len(blocks.documents), -1, dtype=np.int64)
+    last = first.copy()
+    for block, documents in enumerate(blocks.document):
+        first[documents] = np.where(first[documents] < 0, block, first[documents])
+        last[documents] = block
     return first, last
 
 

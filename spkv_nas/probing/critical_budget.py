@@ -1,7 +1,7 @@
 """Find from Python how many of the heads with the highest scores have to be global."""
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from functools import partial
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -13,7 +13,7 @@ from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation import separators
 from spkv_nas.evaluation.verdict import contenders, criteria
 from spkv_nas.evaluation.verdict.critical_budget import CriticalBudget, find_critical_budget
-from spkv_nas.evaluation.verdict.trial import trial_in_memory
+from spkv_nas.evaluation.verdict.trial import Trial, trial_in_memory
 from spkv_nas.probing import measure
 from spkv_nas.probing.rivals import Rivals
 from spkv_nas.proposal import budget, propose, requirements, windows
@@ -60,49 +60,52 @@ def critical_budget(
     Raises ``UserError``: the budgets, the margin or the risk are invalid, the scores do not fit the model, or no
     document is left.
     """
-    text: dict[str, Any] = {
-        "scores": scores,
-        "tokenizer": tokenizer,
-        "max_tokens": max_tokens,
-        "seed": seed,
-    }
+    prepare_trial = partial(
+        trial_in_memory,
+        model,
+        blocks,
+        margin,
+        scores=scores,
+        tokenizer=tokenizer,
+        max_tokens=max_tokens,
+        seed=seed,
+    )
+    if budgets.startswith(budget.MEMORY):
+        probability = criteria.parse_risk(risk)
+        return _by_memory(model, scores, budgets, window, probability, prepare_trial, progress)
     # One layout for each number of heads
-    if not budgets.startswith(budget.MEMORY):
-        numbers = budget.parse_budgets(budgets, scores.num_candidates)
-        layouts = [propose.densest_layout(scores, number, window=window) for number in numbers]
-        trial = trial_in_memory(model, blocks, margin, **text)
-        return find_critical_budget(
-            trial, _contenders(layouts), criteria.parse_risk(risk), Reporter.of(progress)
-        )
-    return _by_memory(
-        model, scores, blocks, budgets, window, margin, criteria.parse_risk(risk), text, progress
+    numbers = budget.parse_budgets(budgets, scores.num_candidates)
+    layouts = [propose.densest_layout(scores, number, window=window) for number in numbers]
+    return find_critical_budget(
+        prepare_trial(), _contenders(layouts), criteria.parse_risk(risk), Reporter.of(progress)
     )
 
 
 def _by_memory(
     model: PreTrainedModel,
     scores: HeadScores,
-    blocks: TokenBlocks | Iterable[str],
     budgets: str,
     window: int | None,
-    margin: str,
     risk: float,
-    text: dict[str, Any],
+    prepare_trial: Callable[..., Trial],
     progress: Progress | None,
 ) -> CriticalBudget:
     """Find the smallest memory whose layout passes, of those that lose least of several kinds; as above."""
     cost = requirements.Requirements(context=scores.context or CONTEXT).cache_cost(scores, window)
     assert cost is not None  # there is a context
     by_memory = windows.layouts_by_memory(scores, cost, budget.parse_memories(budgets))
-    trial = trial_in_memory(model, blocks, margin, with_contest=True, **text)
+    trial = prepare_trial(with_contest=True)
     chooser = None
     if trial.contest is not None:
         chooser = Rivals(model, trial.contest, scores, cost, list(by_memory))
-    candidates = _contenders(by_memory.values())
-    nll = scores.metadata.get("nll")
-    reporter = Reporter.of(progress)
     return find_critical_budget(
-        trial, candidates, risk, reporter, list(by_memory), nll, chooser=chooser
+        trial,
+        _contenders(by_memory.values()),
+        risk,
+        Reporter.of(progress),
+        list(by_memory),
+        scores.metadata.get("nll"),
+        chooser=chooser,
     )
 
 
@@ -144,16 +147,18 @@ def auto(
 
     Raises ``UserError``: the margin or a memory budget is invalid, or the text has too few documents.
     """
-    blocks = (
-        texts if isinstance(texts, TokenBlocks) else separators.text_blocks(model, texts, tokenizer)
-    )
-    part = measure.half_of(blocks, measure.cost_blocks(blocks.block_size))
+    if not isinstance(texts, TokenBlocks):
+        texts = separators.text_blocks(model, texts, tokenizer)
+    part = measure.half_of(texts, measure.cost_blocks(texts.block_size))
     scores = measure.measure_signal("window-costs", model, part, progress=progress)
-    budgets = budget.MEMORY if memory is None else f"{budget.MEMORY}={memory}"
-    comparing: dict[str, Any] = {
-        "margin": margin,
-        "risk": risk,
-        "tokenizer": tokenizer,
-        "max_tokens": max_tokens,
-    }
-    return critical_budget(model, scores, blocks, budgets, **comparing, progress=progress)
+    return critical_budget(
+        model,
+        scores,
+        texts,
+        budget.MEMORY if memory is None else f"{budget.MEMORY}={memory}",
+        margin=margin,
+        risk=risk,
+        tokenizer=tokenizer,
+        max_tokens=max_tokens,
+        progress=progress,
+    )

@@ -68,11 +68,11 @@ def probe(
     table = _table(counter, blocks, config, tau, name, {**_price(config), **(metadata or {})})
     if config.target_density is None:
         return table
-    # Add the density reached at the gates' own threshold, to compare with the target density
-    with_gates = np.array(
-        [state.gate_window is not None for state in states]
-    )  # sliding-window layers have no gates
-    reached = float(table.at_tau(config.tau).density[table.is_head & with_gates[:, None]].mean())
+    # Add the density reached at the gates' own threshold, to compare with the target density. Sliding-window layers
+    # have no gates
+    has_gates = np.array([state.gate_window is not None for state in states])
+    density = table.at_tau(config.tau).density
+    reached = float(density[table.is_head & has_gates[:, None]].mean())
     return replace(table, metadata={**table.metadata, "reached_density": round(reached, 4)})
 
 
@@ -85,7 +85,7 @@ def _table(
     metadata: dict[str, Any],
 ) -> HeadScores:
     """Build the density table of finished counts, with the domains that have text."""
-    present = [i for i, number in enumerate(counter.counts.tokens) if number]
+    present = np.flatnonzero(counter.counts.tokens).tolist()
     return HeadScores(
         name=name,
         rows=_rows(counter, blocks.domains, present),
@@ -109,18 +109,23 @@ def _rows(counter: GateCounter, domains: tuple[str, ...], present: list[int]) ->
     counts = counter.counts
     num_documents = np.bincount(counter.domain_of[counts.seen > 0], minlength=len(domains))
     kept = counts.kept.cpu().numpy()
+    kept_squared = counts.kept_squared.cpu().numpy()
+    kept_times_tokens = counts.kept_times_tokens.cpu().numpy()
     tokens = counts.tokens.reshape(-1, 1, 1)
+    tokens_squared = counts.tokens_squared.reshape(-1, 1, 1)
     density = kept / np.maximum(tokens, 1)
     # Sum over documents of (kept - density * tokens)^2
-    squares = (
-        counts.kept_squared.cpu().numpy()
-        - 2 * density * counts.kept_times_tokens.cpu().numpy()
-        + density**2 * counts.tokens_squared.reshape(-1, 1, 1)
-    )
+    squares = kept_squared - 2 * density * kept_times_tokens + density**2 * tokens_squared
     error = statistics.clustered_error(squares, num_documents.reshape(-1, 1, 1), tokens)
     means = [
-        HeadMeans(density[i], domains[i], int(counts.tokens[i]), int(num_documents[i]), error[i])
-        for i in present
+        HeadMeans(
+            values=density[index],
+            domain=domains[index],
+            num_tokens=int(counts.tokens[index]),
+            num_documents=int(num_documents[index]),
+            standard_error=error[index],
+        )
+        for index in present
     ]
     return score_rows(means, counter.is_head.sum(1).tolist())
 
@@ -130,9 +135,12 @@ def _histogram(
 ) -> LogitHistogram:
     """Build the histogram of utility logits for the domains ``present``."""
     counts = counter.counts
-    bins = counts.bins.reshape(*counts.kept.shape, counter.bins.num_fine).cpu().numpy()
+    num_bins = counter.bins.num_fine
+    bins = counts.bins.reshape(*counts.kept.shape, num_bins).cpu().numpy()
     return LogitHistogram(
-        counter.bins.edges(counter.bins.num_fine), bins[present], tuple(domains[i] for i in present)
+        edges=counter.bins.edges(num_bins),
+        counts=bins[present],
+        domains=tuple(domains[index] for index in present),
     )
 
 
@@ -149,7 +157,7 @@ def _documents(
         kept=counts.document_kept.cpu().numpy()[has_text],
         tokens=counts.document_tokens[has_text],
         domain=np.searchsorted(present, domain[has_text]),
-        domains=tuple(domains[i] for i in present),
+        domains=tuple(domains[index] for index in present),
         bins=counts.document_bins.cpu().numpy()[has_text],
         edges=counter.bins.edges(counter.bins.num_coarse),
     )

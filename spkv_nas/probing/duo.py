@@ -81,12 +81,12 @@ class AlphaMixture(Mixture):
     ) -> Tensor:
         """Record global attention or mix it with local attention; shapes as in ``Mixture``."""
         if self.records:
-            self._recorded.append(self.attend(-1, q, k, v, scale, sink_logits, starts))
-            return self._recorded[-1]
+            output = self.attend(-1, q, k, v, scale, sink_logits, starts)
+            self._recorded.append(output)
+            return output
         self.shares = torch.stack([1.0 - self.share, self.share], -1)
-        return self.mix(
-            [self.attend(0, q, k, v, scale, sink_logits, starts), self._recorded.popleft()]
-        )
+        local = self.attend(0, q, k, v, scale, sink_logits, starts)
+        return self.mix([local, self._recorded.popleft()])
 
 
 def duo(
@@ -204,9 +204,8 @@ def _add_gradients(
         return sums
 
     # Gradients of the squared error, summed over ranks
-    error, full = distributed.sum_over_processes(
-        run_micro_batches(gradients, step_tokens, micro_batch)
-    ).tolist()
+    rank_sums = run_micro_batches(gradients, step_tokens, micro_batch)
+    error, full = distributed.sum_over_processes(rank_sums).tolist()
     distributed.sum_gradients(alphas)
     # Divide by the full model's square, and add the gradient of the regularisation
     for alpha in alphas:
@@ -237,6 +236,8 @@ def sums_of_squares(
         mixture.records = False
     hidden = decoder(**inputs, use_cache=False).last_hidden_state
     # Leave out filling
-    is_text = torch.from_numpy(~boundaries.is_filling(tokens.cpu().numpy())).to(hidden.device)
-    hidden, target = hidden[is_text].float(), target[is_text].float()
+    is_filling = boundaries.is_filling(tokens.cpu().numpy())
+    is_text = torch.from_numpy(~is_filling).to(hidden.device)
+    hidden = hidden[is_text].float()
+    target = target[is_text].float()
     return F.mse_loss(hidden, target, reduction="sum"), target.square().sum()

@@ -90,10 +90,15 @@ def passes(
 
     The arguments are those of ``frozen_within_memory``; ``gates`` and ``attentions`` as in ``PassMemory``.
     """
-    item = int(model.dtype.itemsize)
     device = str(input_device(model))
-    options: Any = {"on_cpu": device == "cpu", "chunk": chunk_bytes(device)}
-    memory = PassMemory(model_shape.model_size(model), item, gates, attentions, **options)
+    memory = PassMemory(
+        size=model_shape.model_size(model),
+        item=int(model.dtype.itemsize),
+        gates=gates,
+        attentions=attentions,
+        on_cpu=device == "cpu",
+        chunk=chunk_bytes(device),
+    )
     return fitting_pass(memory, length, step_blocks, FROZEN_ROOM * weights.memory_for_passes(model))
 
 
@@ -108,29 +113,35 @@ def rank_tokens(blocks: TokenBlocks, indices: arrays.Int, device: torch.device) 
     They are marked, as those of ``batches.block_tokens``.
     """
     share = distributed.own_share(len(indices))
-    return torch.from_numpy(blocks.marked(indices[share.start : share.stop]).astype(np.int64)).to(
-        device
-    )
+    tokens = blocks.marked(indices[share.start : share.stop])
+    return torch.from_numpy(tokens.astype(np.int64)).to(device)
 
 
 def run_micro_batches(
     run: Callable[[Iterator[Tensor]], Result], tokens: Tensor, micro_batch: AdaptiveBatchSize
 ) -> Result:
     """Call ``run`` with micro-batches of ``tokens`` [B, T], also none, from zero with smaller ones if out of memory."""
-    return micro_batch.run(
-        lambda size: run(filter(len, torch.split(tokens, size))), max(1, len(tokens))
-    )
+
+    def run_all(size: int) -> Result:
+        return run(part for part in torch.split(tokens, size) if len(part))
+
+    return micro_batch.run(run_all, max(1, len(tokens)))
 
 
 def ramp(step: int, steps: int) -> float:
     """Return the learning-rate factor: linear warm-up and decay over a fifth of the steps each, at least 0.1."""
     fifth = max(1, steps // 5)
-    return min(1.0, max((step + 1) / fifth, 0.1), max((steps - step) / fifth, 0.1))
+    warm_up = (step + 1) / fifth
+    decay = (steps - step) / fifth
+    return min(1.0, max(warm_up, 0.1), max(decay, 0.1))
 
 
 def check_finite(what: str, loss: float, step: int, gradient: Tensor | None = None) -> None:
     """Raise ``UserError`` if a step's loss, or its gradient, is not finite; ``what`` names the loss."""
-    if not math.isfinite(loss) or (gradient is not None and not gradient.isfinite().all()):
+    is_finite = math.isfinite(loss)
+    if is_finite and gradient is not None:
+        is_finite = bool(gradient.isfinite().all())
+    if not is_finite:
         raise errors.UserError(
             f"{what} is {loss} at step {step}\n{errors.OVERFLOW} (--dtype float32)"
         )
@@ -152,12 +163,17 @@ def learned_table(
 
     ``tokens_seen`` are those of all steps; other arguments and errors are those of ``signal_table``.
     """
-    means = HeadMeans(values, "all", tokens_seen, 0)
     num_tokens = blocks.tokens.size
-    num_passes = defaults.FROZEN_STEP_PASSES * tokens_seen / num_tokens
-    facts: Any = {"name": name, "metadata": metadata, "heads_per_layer": heads_per_layer}
     return signal_table(
-        signal, [means], window, unit=unit, passes=num_passes, tokens=num_tokens, **facts
+        signal,
+        [HeadMeans(values, "all", tokens_seen, 0)],
+        window,
+        unit=unit,
+        passes=defaults.FROZEN_STEP_PASSES * tokens_seen / num_tokens,
+        tokens=num_tokens,
+        name=name,
+        metadata=metadata,
+        heads_per_layer=heads_per_layer,
     )
 
 
@@ -172,10 +188,12 @@ class Mixture(Observer):
     ) -> None:
         """Mix what local heads of a layout see in a layer with each of ``windows`` and ``sinks``, and a global head."""
         self._state = state
-        reaches = [local_layers.layout_window(state, window, is_global=False) for window in windows]
-        self._kinds = [
-            (reach, sinks if local_layers.takes_sinks(state, reach) else 0) for reach in reaches
-        ]
+        # Window and sink tokens of each kind of attention, global attention last
+        self._kinds: list[tuple[int, int]] = []
+        for window in windows:
+            reach = local_layers.layout_window(state, window, is_global=False)
+            takes_sinks = local_layers.takes_sinks(state, reach)
+            self._kinds.append((reach, sinks if takes_sinks else 0))
         self._kinds.append((state.checkpoint_window, 0))
         # float [Hkv, K] or [B, Hkv, K], share of each kind by KV head, of global attention last
         self.shares = shares
@@ -199,30 +217,53 @@ class Mixture(Observer):
         q is [B, Hq, T, D], k and v are [B, Hkv, T, D], ``sink_logits`` are the model's learned sinks [Hq], and
         ``starts`` the position at which each token's document starts, int [B, T].
         """
-        q, k, v = (x.contiguous() for x in (q, k, v))  # one copy for all kinds
+        # One copy for all kinds
+        q = q.contiguous()
+        k = k.contiguous()
+        v = v.contiguous()
         return self.mix(
             self.attend(kind, q, k, v, scale, sink_logits, starts)
             for kind in range(len(self._kinds))
         )
 
     def attend(
-        self, kind: int, q: Tensor, k: Tensor, v: Tensor, scale: float, *options: Tensor | None
+        self,
+        kind: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        sink_logits: Tensor | None,
+        starts: Tensor | None,
     ) -> Tensor:
-        """Compute one kind of attention; -1 is global. Shapes and ``options`` as in ``__call__``."""
+        """Compute one kind of attention; -1 is global. Other arguments as in ``__call__``."""
         window, sinks = self._kinds[kind]
-        shown: dict[str, Any] = dict(zip(("sink_logits", "starts"), options, strict=True))
         return attention(
-            q, k, v, window=window, sinks=sinks, scale=scale, softcap=self._state.softcap, **shown
+            q,
+            k,
+            v,
+            window=window,
+            sinks=sinks,
+            sink_logits=sink_logits,
+            starts=starts,
+            scale=scale,
+            softcap=self._state.softcap,
         )
 
     def mix(self, outputs: Iterable[Tensor]) -> Tensor:
         """Mix the attention outputs of all kinds, each [B, Hq, T, D], by the shares of each query head's KV head."""
         mixed = torch.zeros(())
         for kind, output in enumerate(outputs):
-            share = self.shares[..., kind].to(output.device)
-            by_query = share.repeat_interleave(output.shape[1] // share.shape[-1], -1)
-            mixed = mixed.to(output.device) + by_query[..., None, None] * output
+            mixed = mixed.to(output.device) + _weighted(output, self.shares[..., kind])
         return mixed
+
+
+def _weighted(output: Tensor, share: Tensor) -> Tensor:
+    """Return an attention output [B, Hq, T, D] times a ``share`` of each KV head [..., Hkv]."""
+    share = share.to(output.device)
+    num_queries = output.shape[1] // share.shape[-1]  # query heads of a KV head
+    by_query = share.repeat_interleave(num_queries, -1)
+    return by_query[..., None, None] * output
 
 
 class Differences(Observer):
@@ -263,17 +304,21 @@ class Differences(Observer):
         starts: Tensor | None = None,
     ) -> Tensor:
         """Compute the attention output [B, Hq, T, D]; arguments as in ``Mixture``."""
-        q, k, v = (x.contiguous() for x in (q, k, v))  # one copy for all kinds
-        unchanged = output = self._kinds.attend(-1, q, k, v, scale, sink_logits, starts)
-        last = self._shares.shape[-1] - 1
+        # One copy for all kinds
+        q = q.contiguous()
+        k = k.contiguous()
+        v = v.contiguous()
+
+        def attend(kind: int) -> Tensor:
+            return self._kinds.attend(kind, q, k, v, scale, sink_logits, starts)
+
+        unchanged = attend(-1)
+        output = unchanged
+        num_windows = self._shares.shape[-1]
         if self._is_halfway:
-            output = (unchanged + self._kinds.attend(last, q, k, v, scale, sink_logits, starts)) / 2
-        for kind in range(last + 1):
+            output = (unchanged + attend(num_windows - 1)) / 2
+        for kind in range(num_windows):
             with torch.no_grad():
-                difference = (
-                    self._kinds.attend(kind, q, k, v, scale, sink_logits, starts) - unchanged
-                )
-            share = self._shares[..., kind].to(output.device)
-            by_query = share.repeat_interleave(output.shape[1] // share.shape[-1], -1)
-            output = output + by_query[..., None, None] * difference
+                difference = attend(kind) - unchanged
+            output = output + _weighted(difference, self._shares[..., kind])
         return output

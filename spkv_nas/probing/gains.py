@@ -58,24 +58,18 @@ def gains(
     finite, or the options do not fit the model or each other.
     """
     measured = _measure(model, blocks, window, opens=opens, **options)
-    table_metadata = {
-        **(metadata or {}),
-        "granularity": measured.granularity,
-        "nll_before": measured.nll_before,
-    }
-    facts: Any = {
-        "passes": measured.passes,
-        "tokens": blocks.tokens.size,
-        "kind": kinds.GAIN,
-        "unit": kinds.NATS,
-    }
-    facts |= {
-        "name": name or signal,
-        "metadata": table_metadata,
-        "heads_per_layer": measured.heads_per_layer,
-    }
+    facts = {"granularity": measured.granularity, "nll_before": measured.nll_before}
     return signal_table(
-        signal, domain_means(blocks, measured.sums, measured.num_tokens), window, **facts
+        signal,
+        domain_means(blocks, measured.sums, measured.num_tokens),
+        window,
+        passes=measured.passes,
+        tokens=blocks.tokens.size,
+        name=name or signal,
+        metadata={**(metadata or {}), **facts},
+        kind=kinds.GAIN,
+        unit=kinds.NATS,
+        heads_per_layer=measured.heads_per_layer,
     )
 
 
@@ -98,11 +92,10 @@ def add_one_head_gains(
         "documents": documents,
     }
     is_head = grid.head_cells(measured.heads_per_layer)
-    gains = (
-        np.where(is_head, each, np.nan)
-        for each in jackknife_ratio(measured.sums, measured.num_tokens)
-    )
-    return head_tables.Gains(*gains), cost
+    means, errors = jackknife_ratio(measured.sums, measured.num_tokens)
+    values = np.where(is_head, means, np.nan)
+    standard_error = np.where(is_head, errors, np.nan)
+    return head_tables.Gains(values, standard_error), cost
 
 
 @dataclass(frozen=True)
@@ -266,9 +259,8 @@ class _Rounds:
     opens: bool
     num_blocks: int  # blocks per pass on this rank
     progress: Progress | None  # called with (blocks done, total) of this rank
-    scores: dict[zero_shot.Windows, paired.DocumentNLL] = field(
-        default_factory=dict
-    )  # NLLs measured so far
+    # NLLs measured so far
+    scores: dict[zero_shot.Windows, paired.DocumentNLL] = field(default_factory=dict)
     passes: float = 0.0  # forward passes used so far
     _done: int = 0
     _total: int = 0
@@ -305,7 +297,7 @@ class _Rounds:
 def _changed(before: zero_shot.Windows, after: zero_shot.Windows, unit: Unit) -> zero_shot.Windows:
     """Return ``before`` with the windows of the heads in ``unit`` taken from ``after``."""
     layer, heads = unit
-    row = tuple(
-        after[layer][head] if head in heads else window for head, window in enumerate(before[layer])
-    )
-    return (*before[:layer], row, *before[layer + 1 :])
+    row = list(before[layer])
+    for head in heads:
+        row[head] = after[layer][head]
+    return (*before[:layer], tuple(row), *before[layer + 1 :])

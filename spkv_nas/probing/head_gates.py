@@ -199,12 +199,13 @@ class _Learning:
         """Start with equal gates that sum to ``budget``."""
         self.num_steps = steps
         # bool [all layers, KV heads], true for the H heads with a gate, whose layers are not local by design
-        self.has_gate = torch.from_numpy(grid.head_cells(attention.heads_per_layer(states)))
-        self.has_gate &= torch.tensor([[not state.is_always_local] for state in states])
-        number = int(self.has_gate.sum())
-        self.budget = parse_budget(budget, number)  # sum of the gates
+        is_head = torch.from_numpy(grid.head_cells(attention.heads_per_layer(states)))
+        is_candidate = torch.tensor([[not state.is_always_local] for state in states])
+        self.has_gate = is_head & is_candidate
+        num_gates = int(self.has_gate.sum())
+        self.budget = parse_budget(budget, num_gates)  # sum of the gates
         # float64 [H]: gates for the next step, and their sum over the steps so far
-        self.gates = torch.full((number,), self.budget / number, dtype=torch.float64)
+        self.gates = torch.full((num_gates,), self.budget / num_gates, dtype=torch.float64)
         self.total = torch.zeros_like(self.gates)
         self._direction = torch.zeros_like(self.gates)
         self._square = 0.0
@@ -219,15 +220,14 @@ class _Learning:
         """Apply update ``number``, counted from 1, with the ``gradient`` of the loss, of the shape of ``gates``."""
         # Momentum, and a running mean square over all heads
         self._direction.lerp_(gradient, 1.0 - _MOMENTUM)
-        self._square += (1.0 - _SCALE_MOMENTUM) * (float(gradient.square().mean()) - self._square)
+        mean_square = float(gradient.square().mean())
+        self._square += (1.0 - _SCALE_MOMENTUM) * (mean_square - self._square)
         scale = math.sqrt(self._square / (1.0 - _SCALE_MOMENTUM**number))
         # Step and projection onto the budget
-        direction = (
-            self._direction / (1.0 - _MOMENTUM**number) / max(scale, np.finfo(np.float64).tiny)
-        )
-        self.gates = project(
-            self.gates - _RATE * frozen.ramp(number - 1, self.num_steps) * direction, self.budget
-        )
+        momentum = self._direction / (1.0 - _MOMENTUM**number)
+        direction = momentum / max(scale, np.finfo(np.float64).tiny)
+        rate = _RATE * frozen.ramp(number - 1, self.num_steps)
+        self.gates = project(self.gates - rate * direction, self.budget)
         self.total += self.gates
 
 

@@ -18,10 +18,9 @@ from spkv_nas.artifacts import grid, head_scores, head_tables, kinds
 from spkv_nas.base import arrays, distributed, errors, statistics
 from spkv_nas.data.blocks import TokenBlocks
 
-_CHUNK_BYTES, _CHUNK_ROWS = (
-    4 << 20,
-    16,
-)  # attention weights per chunk: about the CPU cache size; minimum query rows
+# Attention weights per chunk: about the size of the CPU cache, but at least 16 rows of queries
+_CHUNK_BYTES = 4 << 20
+_CHUNK_ROWS = 16
 
 
 def check_window(blocks: TokenBlocks, window: int, sinks: int = 0) -> None:
@@ -63,19 +62,21 @@ def attention_weights(
         (positions of the chunk's queries, int64 [c]; weights [B, Hkv, G, c, n] on keys 0 to n - 1, G = Hq / Hkv).
     """
     # Group the query heads by KV head, and bound the size of a chunk
-    batch, num_heads, length, size = q.shape
-    groups = q.to(torch.promote_types(q.dtype, torch.float32)).view(
-        batch, k.shape[1], -1, length, size
-    )
-    keys = k.to(groups.dtype).transpose(2, 3)
-    step = max(_CHUNK_ROWS, _CHUNK_BYTES // (4 * batch * num_heads * length))
-    for first in range(start, length, step):
+    B, Hq, T, D = q.shape
+    Hkv = k.shape[1]
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    groups = q.to(dtype).view(B, Hkv, -1, T, D)
+    keys = k.to(dtype).transpose(2, 3)
+    num_groups = groups.shape[2]
+    step = max(_CHUNK_ROWS, _CHUNK_BYTES // (4 * B * Hq * T))
+    for first in range(start, T, step):
         # Scores of one chunk of queries against all earlier keys: [B, Hkv, G, c, n]
-        stop = min(first + step, length)
+        stop = min(first + step, T)
         query = torch.arange(first, stop, device=q.device)
         key = torch.arange(stop, device=q.device)
-        rows = groups[:, :, :, first:stop].reshape(batch, k.shape[1], -1, size)
-        scores = (rows @ keys[..., :stop] * scale).view(*groups.shape[:3], stop - first, stop)
+        rows = groups[:, :, :, first:stop].reshape(B, Hkv, -1, D)
+        products = rows @ keys[..., :stop] * scale
+        scores = products.view(B, Hkv, num_groups, stop - first, stop)
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
         # Causal window mask, then softmax
@@ -88,10 +89,9 @@ def attention_weights(
             yield query, scores.softmax(-1)
             continue
         # Let the sink logit take part in the softmax
-        column = (
-            sink_logits.to(scores.dtype).view(1, k.shape[1], -1, 1, 1).expand_as(scores[..., :1])
-        )
-        yield query, torch.cat([scores, column], -1).softmax(-1)[..., :-1]
+        sink_scores = sink_logits.to(dtype).view(1, Hkv, -1, 1, 1).expand_as(scores[..., :1])
+        weights = torch.cat([scores, sink_scores], -1).softmax(-1)
+        yield query, weights[..., :-1]
 
 
 @dataclass(frozen=True)
@@ -117,9 +117,8 @@ class HeadSums:
         self.sums = torch.zeros(
             num_layers, num_heads, len(blocks.documents), dtype=torch.float64, device=device
         )
-        self.counts = np.zeros(
-            len(blocks.documents), dtype=np.int64
-        )  # int64 [documents], number of tokens summed
+        # int64 [documents], number of tokens summed
+        self.counts = np.zeros(len(blocks.documents), dtype=np.int64)
 
     def add(
         self,
@@ -133,23 +132,25 @@ class HeadSums:
         Filling does not count, nor do the tokens that ``counted``, bool [B, tokens], leaves out.
         """
         part = slice(start, start + len(layers[0]))
-        is_text = ~self._blocks.boundaries.is_filling(self._blocks.marked(part))[:, positions]
-        chosen = np.flatnonzero(is_text if counted is None else is_text & counted)
-        owner = self._blocks.document[part, positions].ravel()[chosen]
-        self.counts += np.bincount(owner, minlength=len(self.counts))
-        owner_index, columns = (
-            torch.from_numpy(x.astype(np.int64)).to(self.sums.device) for x in (owner, chosen)
-        )
+        is_filling = self._blocks.boundaries.is_filling(self._blocks.marked(part))
+        is_counted = ~is_filling[:, positions]
+        if counted is not None:
+            is_counted &= counted
+        # Tokens that count, in the flattened blocks, and the document of each
+        tokens = np.flatnonzero(is_counted)
+        documents = self._blocks.document[part, positions].ravel()[tokens]
+        self.counts += np.bincount(documents, minlength=len(self.counts))
+        device = self.sums.device
+        columns = torch.from_numpy(tokens.astype(np.int64)).to(device)
+        owners = torch.from_numpy(documents.astype(np.int64)).to(device)
         for layer, values in enumerate(layers):
-            rows = values.transpose(0, 1).flatten(1).to(self.sums.device, torch.float64)[:, columns]
-            self.sums[layer, : len(rows)].index_add_(1, owner_index, rows)
+            rows = values.transpose(0, 1).flatten(1).to(device, torch.float64)  # [H, B * tokens]
+            self.sums[layer, : len(rows)].index_add_(1, owners, rows[:, columns])
 
     def add_up(self) -> None:
         """Sum over all ranks after the last ``add``; must be called on all ranks."""
-        self.sums, self.counts = (
-            distributed.sum_over_processes(self.sums),
-            distributed.sum_over_processes(self.counts),
-        )
+        self.sums = distributed.sum_over_processes(self.sums)
+        self.counts = distributed.sum_over_processes(self.counts)
 
     def means(self, sums: arrays.Float | None = None) -> list[HeadMeans]:
         """Return ``domain_means`` of the accumulated sums, or of ``sums`` [L, Hkv, documents] over the same tokens."""
@@ -170,9 +171,9 @@ def domain_means(blocks: TokenBlocks, sums: arrays.Float, counts: arrays.Int) ->
         selected = (domain_of == domain) & (counts > 0)
         if selected.any():
             mean, error = statistics.jackknife_ratio(sums[..., selected], counts[selected])
-            means.append(
-                HeadMeans(mean, domain, int(counts[selected].sum()), int(selected.sum()), error)
-            )
+            num_tokens = int(counts[selected].sum())
+            num_documents = int(selected.sum())
+            means.append(HeadMeans(mean, domain, num_tokens, num_documents, error))
     return means
 
 
@@ -180,9 +181,10 @@ def score_rows(means: Sequence[HeadMeans], heads_per_layer: Sequence[int] = ()) 
     """Return a table's rows, one per layer, KV head and domain; of all cells without ``heads_per_layer``."""
     parts = []
     for part in means:
-        layer, head = np.nonzero(
-            grid.head_cells(heads_per_layer) if heads_per_layer else np.ones_like(part.values)
-        )
+        is_head = np.ones(part.values.shape, dtype=bool)
+        if heads_per_layer:
+            is_head = grid.head_cells(heads_per_layer)
+        layer, head = np.nonzero(is_head)
         error = np.nan if part.standard_error is None else part.standard_error[layer, head]
         columns = (
             layer,
@@ -223,11 +225,9 @@ def signal_table(
     for part in means:
         wrong = np.argwhere(~np.isfinite(part.values))
         if len(wrong):
-            raise errors.UserError(
-                errors.not_finite(
-                    f"the score '{signal}'", len(wrong), part.values.size, tuple(wrong[0])
-                )
-            )
+            what = f"the score '{signal}'"
+            first = tuple(wrong[0])
+            raise errors.UserError(errors.not_finite(what, len(wrong), part.values.size, first))
     rows = score_rows(means, heads_per_layer)
     rows["score"] = rows["score"].clip(low, high)
     facts = {"signal": signal, "kind": kind, "unit": unit, "source": metadata.get("model")}

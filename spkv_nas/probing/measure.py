@@ -108,15 +108,22 @@ def probe(
         raise UserError(
             f"signal {entry.name} uses the window of the model's gates: leave window out"
         )
-    name = name or ("probe" if entry.name == DENSITY.name else entry.name)
-    blocks = (
-        blocks
-        if isinstance(blocks, TokenBlocks)
-        else separators.text_blocks(model, blocks, tokenizer)
-    )
-    options |= {"window": window, "sinks": sinks, "tau": tau, "memory": memory}
+    if name is None or not name:
+        name = "probe" if entry.name == DENSITY.name else entry.name
+    if not isinstance(blocks, TokenBlocks):
+        blocks = separators.text_blocks(model, blocks, tokenizer)
     return measure_signal(
-        entry, model, blocks, name=name, metadata=metadata, progress=progress, **options
+        entry,
+        model,
+        blocks,
+        window=window,
+        sinks=sinks,
+        memory=memory,
+        name=name,
+        metadata=metadata,
+        progress=progress,
+        tau=tau,
+        **options,
     )
 
 
@@ -148,40 +155,45 @@ def measure_signal(
         )
     micro_batch.check_blocks(model, blocks)
     # Choose window and sink tokens
-    first_window = _window(entry, model, blocks) if window is None or entry.needs_gates else window
-    if first_window < 1:
-        raise UserError(
-            f"the window is {window}; it must be at least 1, because it includes the query's own "
-            "key"
-        )
-    number, facts = choose_sinks(model, blocks, first_window) if sinks is None else (sinks, {})
-    if entry.takes_sinks and (number or sinks is not None):
-        run["sinks"] = number
+    if entry.needs_gates:
+        window = _gate_window(entry, model)
+    first_window = _first_window(model, blocks, window)
+    sink_facts: dict[str, Any] = {}
+    num_sinks = sinks
+    if num_sinks is None:
+        num_sinks, sink_facts = choose_sinks(model, blocks, first_window)
+    if num_sinks:
+        sink_facts = {"sinks": num_sinks, **sink_facts}
+    if entry.takes_sinks and (num_sinks or sinks is not None):
+        run["sinks"] = num_sinks
 
     def measured(
         signal: Signal, text: TokenBlocks, reach: int, progress: Progress | None
     ) -> HeadScores:
         if signal.reads_blocks:
-            check_window(text, reach, number if signal.takes_sinks else 0)
+            check_window(text, reach, num_sinks if signal.takes_sinks else 0)
         with checked_calls(model, f"signal {signal.name}"):
             return signal.measure(
                 model, text, reach, name=name, metadata=metadata, progress=progress, **run
             )
 
     # Measure, within a limit of memory with the window that loses least
-    if memory is None and entry.name == WINDOW_COSTS.name:
-        table = _measure_costs(model, blocks, entry, measured, first_window, number, progress)
-    elif memory is None:
-        table = measured(entry, blocks, first_window, progress)
+    if memory is not None:
+        table = measure_within(
+            memory,
+            model,
+            blocks,
+            entry,
+            measured,
+            window=window,
+            sinks=num_sinks,
+            progress=progress,
+        )
+    elif entry.name == WINDOW_COSTS.name:
+        table = _measure_costs(model, blocks, entry, measured, first_window, num_sinks, progress)
     else:
-        reach: dict[str, Any] = {
-            "window": first_window if entry.needs_gates else window,
-            "sinks": number,
-        }
-        table = measure_within(memory, model, blocks, entry, measured, **reach, progress=progress)
-    return _with_facts(
-        table, entry, model, blocks, {**({"sinks": number} if number else {}), **facts}
-    )
+        table = measured(entry, blocks, first_window, progress)
+    return _with_facts(table, entry, model, blocks, sink_facts)
 
 
 def _with_facts(
@@ -194,21 +206,19 @@ def _with_facts(
     """Return a table with what its layouts and the size of their KV cache depend on, and its documents."""
     with windows.full_attention(model) as states:
         sizes = [state.head_dim for state in states]
-        facts = {
-            "head_dim": cache_facts(states, attention.heads_per_layer(states), sizes)["head_dim"]
-        }
-        table_facts = {
-            "kind": entry.kind,
-            "unit": entry.unit,
-            **sink_facts,
-            **native_windows(states),
-        }
-    # Add what the size of the KV cache depends on, and the context if the config says it
-    facts |= {"head_dims": sizes} if len({*sizes}) > 1 else {}
+        cache = cache_facts(states, attention.heads_per_layer(states), sizes)
+        windows_by_layer = native_windows(states)
+    # What the size of the KV cache depends on, and the context if the config says it
+    facts = {"head_dim": cache["head_dim"]}
+    if len({*sizes}) > 1:
+        facts["head_dims"] = sizes
     facts["dtype"] = device.dtype_name(model.dtype)
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    facts |= {"positions": positions} if isinstance(positions, int) else {}
+    if isinstance(positions, int):
+        facts["positions"] = positions
     facts["block_size"] = blocks.block_size
+    # What the table must say, whatever its signal recorded
+    table_facts = {"kind": entry.kind, "unit": entry.unit, **sink_facts, **windows_by_layer}
     metadata = {**facts, **table.metadata, **table_facts}
     return replace(table, metadata=metadata, selected_on=blocks.text_ids)
 
@@ -221,17 +231,29 @@ def _configured(entry: Signal, options: Mapping[str, Any]) -> tuple[Signal, dict
     set_options = {name: value for name, value in options.items() if value is not None}
     SIGNALS.check_options(entry, set_options)
     run = {name: set_options.pop(name) for name in _RUN if name in set_options}
-    known = {field.name for field in fields(entry)} - {*entry.used_by_command}  # type: ignore[arg-type]
-    if unknown := sorted(set_options.keys() - known):
+    names_of_fields = {field.name for field in fields(entry)}  # type: ignore[arg-type]
+    known = names_of_fields - {*entry.used_by_command}
+    unknown = sorted(set_options.keys() - known)
+    if unknown:
         names = ", ".join(sorted({*known, *_RUN}))
         raise UserError(f"signal {entry.name} has no option '{unknown[0]}'; it takes {names}")
     return entry.with_options(set_options), run
 
 
-def _window(entry: Signal, model: PreTrainedModel, blocks: TokenBlocks) -> int:
-    """Return the window of the model's gates for a signal that needs them, else the default."""
-    if not entry.needs_gates:
+def _first_window(model: PreTrainedModel, blocks: TokenBlocks, window: int | None) -> int:
+    """Return the ``window`` to measure at, None: the default. Raises ``UserError``: it has no key."""
+    if window is None:
         return windows.default_window(model, blocks.block_size)
+    if window < 1:
+        raise UserError(
+            f"the window is {window}; it must be at least 1, because it includes the query's own "
+            "key"
+        )
+    return window
+
+
+def _gate_window(entry: Signal, model: PreTrainedModel) -> int:
+    """Return the window of the model's gates. Raises ``UserError``: it has none, and the signal needs them."""
     config = config_section.gate_config(model)
     if config is None:
         raise UserError(
@@ -437,8 +459,10 @@ def _checked(
     signal = SIGNALS[defaults.RECOMMENDED].with_options({"budget": str(typical.num_global)})
     sizes = [*sizes[:2], _passes(signal, model, ranking), *sizes[2:]]
     learned = measure(signal, ranking, typical.window, in_sequence(progress, sizes)[2])
-    by_layer = zip(learned.values, learned.heads_per_layer, strict=True)
-    gates = [[round(float(gate), 4) for gate in values[:number]] for values, number in by_layer]
+    gates = [
+        [round(float(gate), 4) for gate in layer_gates[:num_heads]]
+        for layer_gates, num_heads in zip(learned.values, learned.heads_per_layer, strict=True)
+    ]
     return replace(table, metadata={**table.metadata, HEAD_GATES: gates}), sizes
 
 
@@ -449,10 +473,10 @@ def _cache_cost(
     with windows.full_attention(model) as states:
         heads = attention.heads_per_layer(states)
         sizes = [state.head_dim for state in states]
-        facts = cache_facts(config_layers([state.native_window for state in states]), heads, sizes)
-    return CacheCost(
-        context, 1, window, dtype=device.dtype_name(model.dtype), sinks=sinks, **facts
-    ), sum(heads)
+        layers = config_layers([state.native_window for state in states])
+    facts = cache_facts(layers, heads, sizes)
+    dtype = device.dtype_name(model.dtype)
+    return CacheCost(context, 1, window, dtype=dtype, sinks=sinks, **facts), sum(heads)
 
 
 def _contest(

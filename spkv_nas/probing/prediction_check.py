@@ -69,16 +69,17 @@ def check_predictions(
     )
     predicted = np.array([100.0 * predicted_loss(table, layout) / full.mean for layout in layouts])
     measured = np.array([paired.paired_difference(score, full).percent for score in scores])
+    # Without ranks all predictions are equal, so that nothing is predicted
     ranks = spearman(predicted, measured)
+    # Slope of the regression through the origin
+    square = max((predicted**2).sum(), np.finfo(float).tiny)
     return PredictionCheck(
         memory=share,
         blocks=text.num_blocks,
         predicted=tuple(predicted.tolist()),
         measured=tuple(measured.tolist()),
-        correlation=0.0
-        if ranks is None
-        else ranks[0],  # None: all are equal, so that nothing is predicted
-        slope=float((predicted * measured).sum() / max((predicted**2).sum(), np.finfo(float).tiny)),
+        correlation=0.0 if ranks is None else ranks[0],
+        slope=float((predicted * measured).sum() / square),
         reliability=_reliability(np.stack([score.total for score in scores]), full),
     )
 
@@ -90,7 +91,11 @@ def _reliability(totals: np.ndarray, full: paired.DocumentNLL) -> float:
     that the noise is that of the differences from their mean.
     """
     losses, errors = statistics.jackknife_ratio(totals - totals.mean(0), full.total)
-    if np.isnan(errors).any():  # a single document
+    # The errors of a single document are unknown
+    if np.isnan(errors).any():
         return 1.0
     variance = float(losses.var(ddof=1))
-    return max(0.0, 1.0 - float((errors**2).mean()) / variance) if variance > 0.0 else 0.0
+    if variance <= 0.0:
+        return 0.0
+    noise = float((errors**2).mean())
+    return max(0.0, 1.0 - noise / variance)

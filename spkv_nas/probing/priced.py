@@ -158,24 +158,23 @@ class _Learning:
             if parameter in predictors
         }
         # Apply weight decay to matrices and kernels, not to biases
+        matrices = [parameter for parameter in self._parameters.values() if parameter.ndim >= 2]
+        vectors = [parameter for parameter in self._parameters.values() if parameter.ndim < 2]
         groups = [
-            {
-                "params": [p for p in self._parameters.values() if p.ndim >= 2],
-                "weight_decay": _WEIGHT_DECAY,
-            },
-            {"params": [p for p in self._parameters.values() if p.ndim < 2], "weight_decay": 0.0},
+            {"params": matrices, "weight_decay": _WEIGHT_DECAY},
+            {"params": vectors, "weight_decay": 0.0},
         ]
         self._optimizer = torch.optim.AdamW(groups, lr=learning_rate, betas=_BETAS, fused=True)
         # Let the learning rate fall along a cosine, to ``_FINAL`` times its first value
-        cosines = (math.cos(math.pi * step / steps) for step in range(steps))
-        self._rates = [
-            learning_rate * (_FINAL + (1.0 - _FINAL) * 0.5 * (1.0 + cosine)) for cosine in cosines
-        ]
+        self._rates = []
+        for step in range(steps):
+            cosine = math.cos(math.pi * step / steps)
+            self._rates.append(learning_rate * (_FINAL + (1.0 - _FINAL) * 0.5 * (1.0 + cosine)))
         self._price = None if config.target_density is None else Price(config.target_density)
         self._tracker = density_tracker.DensityTracker(model)
-        self.density = self.last_price = (
-            math.nan
-        )  # mean density over heads, and price of a key, in the last step
+        # In the last step: mean density over heads, and price of a key
+        self.density = math.nan
+        self.last_price = math.nan
 
     def step(
         self,
@@ -227,12 +226,10 @@ class _Learning:
         try:
             for tokens in parts:
                 # Weight loss and price by the shares of this micro-batch
-                own_sizes = self._boundaries.num_measured(tokens.cpu().numpy())
-                loss_share, price_share = (
-                    part / whole for part, whole in zip(own_sizes, sizes, strict=True)
-                )
-                modes.set_price(self._model, self.last_price * price_share)
-                loss = mean_nll(self._model, **self._boundaries.inputs(tokens)) * loss_share
+                num_targets, num_tokens = self._boundaries.num_measured(tokens.cpu().numpy())
+                modes.set_price(self._model, self.last_price * (num_tokens / sizes[1]))
+                mean_loss = mean_nll(self._model, **self._boundaries.inputs(tokens))
+                loss = mean_loss * (num_targets / sizes[0])
                 total += loss.detach()
                 torch.autograd.backward(loss)
         finally:

@@ -55,7 +55,8 @@ class Rivals:
         if position not in self.contests:
             self.contests[position] = self._compare(self.percents[position], progress)
         best = self.contests[position].best.layout
-        return replace(best, provenance={**best.provenance, SELECTION: digest(self.selected_on)})
+        provenance = {**best.provenance, SELECTION: digest(self.selected_on)}
+        return replace(best, provenance=provenance)
 
     def passes_left(self, number: int) -> float:
         """Return about how many passes over a block it takes to choose the layouts of ``number`` more budgets."""
@@ -65,9 +66,10 @@ class Rivals:
         """Compare the layouts of a budget, of the kinds that have not been ruled out."""
         memory = int(percent / 100.0 * self.cost.full(self.table.num_heads))
         layouts = rival_layouts(self.table, self.cost, memory, self.constraints)
+        # Leave out the kinds that an earlier budget ruled out, unless it ruled out all of these
         finalists = self._finalists()
-        if finalists & {_kind(name) for name in layouts}:
-            layouts = {name: layout for name, layout in layouts.items() if _kind(name) in finalists}
+        remaining = {name: layout for name, layout in layouts.items() if _kind(name) in finalists}
+        layouts = remaining or layouts
         entrants = [
             Entrant(name, layout, predicted_loss(self.table, layout))
             for name, layout in layouts.items()
@@ -97,12 +99,10 @@ def passes_of_choices(number: float, num_blocks: int, *, is_first: bool = True) 
     """Return about how many passes over a block ``Rivals`` takes for ``number`` budgets, the first with all kinds."""
     num_blocks = min(num_blocks, USUAL_BLOCKS)
     of_finalists = passes_of_contest(FINALISTS, num_blocks)
-    of_first = (
-        passes_of_contest(USUAL_RIVALS, num_blocks) - of_finalists
-        if is_first and number > 0
-        else 0.0
-    )
-    return number * of_finalists + of_first
+    passes = number * of_finalists
+    if is_first and number > 0:
+        passes += passes_of_contest(USUAL_RIVALS, num_blocks) - of_finalists
+    return passes
 
 
 def _kind(name: str) -> str:

@@ -181,7 +181,9 @@ class Density(Signal):
     budget: Budget = flag.default(None, PAPER_BUDGET)
     seed: Seed = 0
 
-    def measure(self, model: Any, blocks: Any, window: int, **run: Any) -> "HeadScores":
+    def measure(
+        self, model: "PreTrainedModel", blocks: "TokenBlocks", window: int, **run: Any
+    ) -> "HeadScores":
         """Measure the density at ``tau``; the window is that of the gates."""
         from spkv_nas.probing.density import probe
 
@@ -207,12 +209,22 @@ class Ablation(Signal):
     granularity: Annotated[str, _GRANULARITY] = kinds.HEAD
     max_heads: Annotated[int | None, _MAX_HEADS] = flag.default(None, "all")
 
-    def measure(self, model: Any, blocks: Any, window: int, **run: Any) -> "HeadScores":
+    def measure(
+        self, model: "PreTrainedModel", blocks: "TokenBlocks", window: int, **run: Any
+    ) -> "HeadScores":
         """Measure the gains with ``granularity`` and ``max_heads``."""
         from spkv_nas.probing.gains import gains
 
-        options: dict[str, Any] = {"granularity": self.granularity, "max_heads": self.max_heads}
-        return gains(self.name, model, blocks, window, opens=self.opens, **options, **run)
+        return gains(
+            self.name,
+            model,
+            blocks,
+            window,
+            opens=self.opens,
+            granularity=self.granularity,
+            max_heads=self.max_heads,
+            **run,
+        )
 
     def work(self, grid: Grid, tokens: int, block_size: int) -> Work:
         """Return the passes that all heads take, measured singly."""
@@ -255,7 +267,9 @@ class Duo(Signal):
     steps: Steps = defaults.DUO_STEPS
     seed: Seed = 0
 
-    def measure(self, model: Any, blocks: Any, window: int, **run: Any) -> "HeadScores":
+    def measure(
+        self, model: "PreTrainedModel", blocks: "TokenBlocks", window: int, **run: Any
+    ) -> "HeadScores":
         """Learn alpha with ``steps`` and ``seed``."""
         from spkv_nas.probing.duo import duo
 
@@ -263,17 +277,13 @@ class Duo(Signal):
 
     def work(self, grid: Grid, tokens: int, block_size: int) -> Work:
         """Return the passes over the blocks of a step."""
-        return Work(
-            self.steps,
-            min(tokens, defaults.DUO_STEP_BLOCKS * block_size),
-            defaults.FROZEN_STEP_PASSES,
-        )
+        step_tokens = min(tokens, defaults.DUO_STEP_BLOCKS * block_size)
+        return Work(self.steps, step_tokens, defaults.FROZEN_STEP_PASSES)
 
     def cost(self, stages: "Stages", tokens: int) -> "StageCost":
         """Return the cost of training alphas on a frozen model."""
-        return stages.learn_gates(
-            self.stage_name, self.steps, defaults.DUO_STEP_BLOCKS * stages.block_size, mixes=2
-        )
+        step_tokens = defaults.DUO_STEP_BLOCKS * stages.block_size
+        return stages.learn_gates(self.stage_name, self.steps, step_tokens, mixes=2)
 
 
 @dataclass(frozen=True)
@@ -289,12 +299,22 @@ class HeadGates(Signal):
     budget: Budget = flag.default(None, PAPER_BUDGET)
     seed: Seed = 0
 
-    def measure(self, model: Any, blocks: Any, window: int, **run: Any) -> "HeadScores":
+    def measure(
+        self, model: "PreTrainedModel", blocks: "TokenBlocks", window: int, **run: Any
+    ) -> "HeadScores":
         """Learn the gates with ``steps``, ``budget`` and ``seed``; ``sinks`` is 0 by default, not measured again."""
         from spkv_nas.probing.head_gates import head_gates
 
-        options: dict[str, Any] = {"steps": self.steps, "budget": self.budget, "seed": self.seed}
-        return head_gates(model, blocks, window, **{"sinks": 0, **options, **run})
+        run.setdefault("sinks", 0)
+        return head_gates(
+            model,
+            blocks,
+            window,
+            steps=self.steps,
+            budget=self.budget,
+            seed=self.seed,
+            **run,
+        )
 
     def work(self, grid: Grid, tokens: int, block_size: int) -> Work:
         """Return the passes over the tokens of a step."""
@@ -317,7 +337,9 @@ class WindowCosts(Signal):
 
     seed: Seed = 0
 
-    def measure(self, model: Any, blocks: Any, window: int, **run: Any) -> "HeadScores":
+    def measure(
+        self, model: "PreTrainedModel", blocks: "TokenBlocks", window: int, **run: Any
+    ) -> "HeadScores":
         """Measure the costs of ``window`` and of the default windows."""
         from spkv_nas.probing.window_costs import window_costs
 
@@ -328,9 +350,8 @@ class WindowCosts(Signal):
         from spkv_nas.probing.window_costs import measured_windows, passes, usual_blocks
 
         num_blocks = max(1, min(tokens // block_size, usual_blocks(block_size)))
-        return Work(
-            1.0, num_blocks * block_size, passes(len(measured_windows(block_size)), num_blocks)
-        )
+        num_windows = len(measured_windows(block_size))
+        return Work(1.0, num_blocks * block_size, effort=passes(num_windows, num_blocks))
 
     def cost(self, stages: "Stages", tokens: int) -> "StageCost":
         """Return the cost of gradients of a frozen model with respect to its heads."""
@@ -341,13 +362,13 @@ class WindowCosts(Signal):
             usual_blocks,
         )
 
-        num_kinds = len(measured_windows(stages.block_size)) + 1
+        num_windows = len(measured_windows(stages.block_size))
         num_blocks = usual_blocks(stages.block_size)
         # Fewer blocks have more draws each
-        effort = passes(num_kinds - 1, num_blocks) / passes(num_kinds - 1, MOST_BLOCKS)
-        return stages.learn_gates(
-            self.stage_name, round(num_blocks * effort), stages.block_size, mixes=num_kinds
-        )
+        effort = passes(num_windows, num_blocks) / passes(num_windows, MOST_BLOCKS)
+        steps = round(num_blocks * effort)
+        # Every layer mixes the windows and global attention
+        return stages.learn_gates(self.stage_name, steps, stages.block_size, mixes=num_windows + 1)
 
 
 DENSITY = Density()

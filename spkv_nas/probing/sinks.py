@@ -99,29 +99,26 @@ class SinkReport:
         by_position = excess.mean((0, 1))
         if by_position.sum() < _MIN_EXCESS and excess.sum(-1).max() <= defaults.STRONG_SINK:
             return 0
+        # Share of the excess that the first tokens hold, by their number
         held = np.cumsum(by_position) / by_position.sum()
-        return next(
-            (n for n in NUM_SINKS if n >= len(held) or held[n - 1] >= _MIN_HELD), NUM_SINKS[-1]
-        )
+        for number in NUM_SINKS:
+            if number >= len(held) or held[number - 1] >= _MIN_HELD:
+                return number
+        return NUM_SINKS[-1]
 
     def as_mapping(self) -> dict[str, Any]:
         """Return the entries for ``probe.yaml``."""
-        largest = self.largest
-        sinks = max(1, self.number)
-        activation = (
-            None if largest is None else {**asdict(largest), "ratio": float(f"{largest.ratio:.4g}")}
-        )
-        return {
-            "sink_mass": round(self.first_mass, 4),
-            **(
-                {"sink_tokens_mass": round(float(self.mass[..., :sinks].sum(-1).mean()), 4)}
-                if sinks > 1
-                else {}
-            ),
-            "sink_heads": self.num_strong,
-            "measured_heads": self.kv_mass.size,
-            "massive_activation": activation,
-        }
+        entries: dict[str, Any] = {"sink_mass": round(self.first_mass, 4)}
+        if self.number > 1:
+            on_sinks = self.mass[..., : self.number].sum(-1)
+            entries["sink_tokens_mass"] = round(float(on_sinks.mean()), 4)
+        entries["sink_heads"] = self.num_strong
+        entries["measured_heads"] = self.kv_mass.size
+        entries["massive_activation"] = None
+        if self.largest is not None:
+            ratio = float(f"{self.largest.ratio:.4g}")
+            entries["massive_activation"] = {**asdict(self.largest), "ratio": ratio}
+        return entries
 
 
 def choose_sinks(
@@ -168,30 +165,29 @@ def measure_sinks(
     window = windows.default_window(model, blocks.block_size) if window is None else window
     positions = blocks.boundaries.positions(blocks.marked())
     longest = int(positions.max()) + 1  # tokens of a document
-    start = max(
-        1, min(window + _POSITIONS, longest - 1)
-    )  # position in the document of the first query that counts
-    num_positions = min(
-        _POSITIONS, max(1, start + 1 - window)
-    )  # of keys outside the window of the first query
+    # Position in the document of the first query that counts
+    start = max(1, min(window + _POSITIONS, longest - 1))
+    # First tokens outside the window of that query
+    num_positions = min(_POSITIONS, max(1, start + 1 - window))
     with windows.full_attention(model) as states, _watch_activations(model) as activations:
         candidates = local_layers.candidate_layers(states)
         # Queries beyond a native window do not see the first token
         stop = max(start, min(longest, *(states[layer].checkpoint_window for layer in candidates)))
-        sums = {
-            layer: torch.zeros(0) for layer in candidates
-        }  # [Hq, positions], summed over queries and blocks
+        # Weights [Hq, positions], summed over queries and blocks
+        sums = {layer: torch.zeros(0) for layer in candidates}
         for layer in candidates:
             states[layer].observer = _SinkObserver(
                 sums, layer, states[layer], slice(start, stop), num_positions
             )
-        for block in range(blocks.num_blocks):  # one by one, to bound memory
+        # One block by one, to bound memory
+        for block in range(blocks.num_blocks):
             inputs = blocks.boundaries.inputs(block_tokens(blocks, block, 1, input_device(model)))
             model.get_decoder()(**inputs, use_cache=False)
         num_kv_heads = max(states[layer].num_kv_heads for layer in candidates)
     # Average the mass over queries and blocks
     queries = positions[(positions >= start) & (positions < stop)]
-    mass = np.stack([part.cpu().double().numpy() for part in sums.values()]) / max(1, len(queries))
+    totals = np.stack([total.cpu().double().numpy() for total in sums.values()])
+    mass = totals / max(1, len(queries))
     if not np.isfinite(mass).all():
         raise errors.UserError(
             f"the model's attention is not finite\n{errors.OVERFLOW} (--dtype float32)"
@@ -225,28 +221,48 @@ class _SinkObserver(attention.Observer):
         queries = self.queries
         num_positions = self.num_positions
         total = torch.zeros(q.shape[1], num_positions, device=q.device)
-        stop = queries.stop if starts is None else q.shape[2]
-        first = (
-            torch.zeros(len(q), stop, dtype=torch.long, device=q.device)
-            if starts is None
-            else starts
+        # First token of each token's document, int [B, T]
+        if starts is None:
+            stop = queries.stop
+            first = torch.zeros(len(q), stop, dtype=torch.long, device=q.device)
+        else:
+            stop = q.shape[2]
+            first = starts
+        weights_of_chunks = attention_weights(
+            q[:, :, :stop],
+            k[:, :, :stop],
+            scale,
+            window=stop,
+            start=queries.start,
+            sink_logits=sink_logits,
+            starts=starts,
+            softcap=self.state.softcap,
         )
-        options: Any = {"sink_logits": sink_logits, "softcap": self.state.softcap, "starts": starts}
-        weighted = attention_weights(
-            q[:, :, :stop], k[:, :, :stop], scale, window=stop, start=queries.start, **options
-        )
-        for query, weights in weighted:
+        offsets = torch.arange(num_positions, device=q.device)
+        for query, weights in weights_of_chunks:
             # Weights on the first keys of each query's document [B, Hkv, G, c, positions]
-            position = query - first[:, query]
-            index = first[:, query, None] + torch.arange(num_positions, device=q.device)
+            index = first[:, query, None] + offsets
             index = index.clamp_max(weights.shape[-1] - 1)[:, None, None]
             on_first = weights.gather(-1, index.expand(*weights.shape[:-1], -1))
-            counted = ((position >= queries.start) & (position < queries.stop))[
-                :, None, None, :, None
-            ]
-            total += (on_first * counted).sum((0, -2)).flatten(0, 1)  # [Hq, positions]
+            # Count the queries that are far enough from the start of their document
+            position = query - first[:, query]
+            is_counted = (position >= queries.start) & (position < queries.stop)
+            counted = on_first * is_counted[:, None, None, :, None]
+            total += counted.sum((0, -2)).flatten(0, 1)  # [Hq, positions]
         before = self.sums[self.layer]
         self.sums[self.layer] = before + total if len(before) else total
+
+
+def _largest_activation(hidden: Tensor, layer: int) -> MassiveActivation:
+    """Return the largest of a layer's hidden states [B, T, C], compared with the median of a sample of them."""
+    magnitude = hidden.abs()
+    index_in_block = int(magnitude.argmax()) % magnitude[0].numel()
+    position, channel = divmod(index_in_block, magnitude.shape[-1])
+    every = 1 + magnitude.numel() // _MEDIAN_VALUES
+    median = magnitude.flatten(0, 1)[::every].float().median()
+    tiny = torch.finfo(torch.float32).tiny
+    ratio = float(magnitude.max() / median.clamp_min(tiny))
+    return MassiveActivation(layer, ratio, channel, position)
 
 
 @contextmanager
@@ -255,20 +271,14 @@ def _watch_activations(model: nn.Module) -> Iterator[dict[int, MassiveActivation
     largest_by_layer: dict[int, MassiveActivation] = {}
 
     def watch(layer: int) -> Callable[..., None]:
-        def see(_module: nn.Module, _args: Any, output: Any) -> None:
-            output = output[0] if isinstance(output, tuple) else output
-            if not isinstance(output, Tensor) or output.ndim != 3:
+        def see(_module: nn.Module, _args: object, output: object) -> None:
+            hidden = output[0] if isinstance(output, tuple) else output
+            if not isinstance(hidden, Tensor) or hidden.ndim != 3:
                 return
-            # Compare the largest magnitude with the median of a sample
-            magnitude = output.abs()  # [B, T, C]
-            position, channel = divmod(
-                int(magnitude.argmax()) % magnitude[0].numel(), magnitude.shape[-1]
-            )
-            every = 1 + magnitude.numel() // _MEDIAN_VALUES
-            median = magnitude.flatten(0, 1)[::every].float().median()
-            ratio = float(magnitude.max() / median.clamp_min(torch.finfo(torch.float32).tiny))
-            if layer not in largest_by_layer or ratio > largest_by_layer[layer].ratio:
-                largest_by_layer[layer] = MassiveActivation(layer, ratio, channel, position)
+            activation = _largest_activation(hidden, layer)
+            known = largest_by_layer.get(layer)
+            if known is None or activation.ratio > known.ratio:
+                largest_by_layer[layer] = activation
 
         return see
 

@@ -24,8 +24,8 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import torch
+from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from spkv_nas.artifacts import defaults, head_scores, head_tables, kinds, local_layers
@@ -139,23 +139,35 @@ def _means(
     ``costs`` [N, L, Hkv, W] are those of the blocks in ``order``, as ``_costs`` returns them.
     """
     # The domain that most tokens of a block are of, or of several the first by name
-    of_tokens = np.array([document.domain for document in blocks.documents])[blocks.document[order]]
-    domain_of = np.array([pd.Series(row).mode()[0] for row in of_tokens])
-    domains = tuple(sorted(set(domain_of.tolist())))
+    domain_of_document = np.array([document.domain for document in blocks.documents])
+    domain_of_token = domain_of_document[blocks.document[order]]  # [N, T]
+    domain_of_block = np.array([_most_frequent(row) for row in domain_of_token])
+    domains = tuple(sorted(set(domain_of_block.tolist())))
+    score = windows.index(window)
     means = []
     by_domain = []
     for domain in domains:
-        indices = order[domain_of == domain]
-        some = np.moveaxis(costs[domain_of == domain], 0, -1)  # [L, Hkv, W, blocks]
+        is_selected = domain_of_block == domain
+        block_costs = np.moveaxis(costs[is_selected], 0, -1)  # [L, Hkv, W, blocks]
+        # Tokens to predict, and those of text, of each block [blocks, 2]
         sizes = np.array(
-            [blocks.boundaries.num_measured(blocks.marked(index)[None]) for index in indices]
+            [
+                blocks.boundaries.num_measured(blocks.marked(index)[None])
+                for index in order[is_selected]
+            ]
         )
-        mean, error = statistics.jackknife_ratio(some, sizes[:, 0] / (blocks.block_size - 1))
-        score = windows.index(window)
-        tokens = int(sizes[:, 1].sum())
-        means.append(heads.HeadMeans(mean[..., score], domain, tokens, 0, error[..., score]))
+        weights = sizes[:, 0] / (blocks.block_size - 1)
+        mean, error = statistics.jackknife_ratio(block_costs, weights)
+        num_tokens = int(sizes[:, 1].sum())
+        means.append(heads.HeadMeans(mean[..., score], domain, num_tokens, 0, error[..., score]))
         by_domain.append(mean)
     return means, head_tables.WindowCosts(windows, np.stack(by_domain), domains)
+
+
+def _most_frequent(names: NDArray[np.str_]) -> str:
+    """Return the name that occurs most often; the first in alphabetical order of several."""
+    distinct, counts = np.unique(names, return_counts=True)
+    return str(distinct[counts.argmax()])
 
 
 @dataclass(frozen=True)

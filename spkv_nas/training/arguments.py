@@ -70,9 +70,8 @@ def training_arguments(
         fsdp=sharded or None,
         fsdp_config={**_FSDP, "cpu_offload": recipe.sharding == OFFLOAD} if sharded else None,
     )
-    arguments._n_gpu = min(
-        arguments.n_gpu, 1
-    )  # one GPU per rank; with several, DataParallel would enlarge the batch
+    # One GPU per rank; with several, DataParallel would enlarge the batch
+    arguments._n_gpu = min(arguments.n_gpu, 1)
     return arguments
 
 

@@ -111,9 +111,8 @@ class BranchConfig(schema.Section):
         le=1.0,
         description="share of the steps, at the end, in which the learning rate decays (cosine); "
         "before them it stays at its peak; 1: from the end of the warm-up",
-        exclude_if=lambda fraction: (
-            fraction == 1.0
-        ),  # hashes and records of recipes stay as before the key existed
+        # Hashes and records of recipes stay as before the key existed
+        exclude_if=lambda fraction: fraction == 1.0,
     )
     weight_decay: float = Field(0.1, ge=0.0, description="weight decay of AdamW")
     max_grad_norm: float = Field(1.0, gt=0.0, description="norm to which gradients are clipped")
@@ -123,9 +122,8 @@ class BranchConfig(schema.Section):
     distill: DistillConfig | None = Field(
         None,
         description="also learn from the dense checkpoint's predictions",
-        exclude_if=lambda distill: (
-            distill is None
-        ),  # hashes and records of recipes stay as before the key existed
+        # Hashes and records of recipes stay as before the key existed
+        exclude_if=lambda distill: distill is None,
     )
     sinks: Literal["learned"] | None = Field(
         None,
@@ -238,9 +236,8 @@ class GateSchedule:
 
     def at(self, step: int) -> GatePhase:
         """Return the phase of training step ``step``, counted from 0."""
-        annealed = (
-            step + 1 - round(self.steps * self.soft_fraction)
-        )  # steps after the soft ones, if positive
+        # Steps since the soft ones; not positive before
+        annealed = step + 1 - round(self.steps * self.soft_fraction)
         if annealed <= 0:
             return GatePhase(self.mode, 0.0, False)
         if annealed <= self.anneal_steps:

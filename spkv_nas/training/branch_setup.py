@@ -105,10 +105,8 @@ def set_up(
         setup = replace(setup, distillation=teacher)
     if variant.kind is not Kind.SP_KV:
         return setup
-    # Schedule the change from soft to hard gates
-    soft = (
-        1.0 if _is_frozen(recipe, variant) else gates.soft_fraction
-    )  # hard gates would leave nothing to train
+    # Schedule the change from soft to hard gates; hard gates of a frozen model would leave nothing to train
+    soft = 1.0 if _is_frozen(recipe, variant) else gates.soft_fraction
     return replace(
         setup, gates=branch_config.GateSchedule(phase.steps, soft, gates.anneal_steps, gates.mode)
     )
@@ -313,9 +311,10 @@ def add_adapters(model: PreTrainedModel, options: LoraConfig, seed: int) -> None
         torch.manual_seed(seed)
         try:
             with warnings.catch_warnings():
+                # Tied embeddings as targets are refused below
                 warnings.filterwarnings(
                     "ignore", "Model (with|has) `tie_word_embeddings", UserWarning
-                )  # refused below
+                )
                 peft.inject_adapter_in_model(config, model)
         except ValueError as error:
             raise UserError(f"lora.targets: {first_line(error)}") from error
@@ -363,9 +362,8 @@ def adapter_switch(model: torch.nn.Module) -> Callable[[], AbstractContextManage
 
     @contextmanager
     def without_adapters() -> Iterator[None]:
-        for module in (
-            adapted
-        ):  # peft's public call also changes which parameters are trained, which DDP must not see
+        # peft's public call also changes which parameters are trained, which DDP must not see
+        for module in adapted:
             module._disable_adapters = True
         try:
             yield

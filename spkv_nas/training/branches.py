@@ -40,9 +40,8 @@ class Branch:
 
     checkpoint: Path  # folder of the checkpoint
     nll: paired.DocumentNLL  # held-out NLL by document
-    density: (
-        float | None
-    )  # mean over heads and held-out tokens at the recipe's tau; None without gates
+    # Mean over heads and held-out tokens at the recipe's tau; None without gates
+    density: float | None
     steps: int  # number of training steps
 
 

@@ -76,9 +76,8 @@ class LogCallback(TrainerCallback, ExportableState):
         self, args: TrainingArguments, state: TrainerState, _control: object, **kwargs: Any
     ) -> None:
         """Restore the sums of a resumed run, and move a copied teacher to the device, unless it is sharded."""
-        entry = state.stateful_callbacks.setdefault(
-            type(self).__name__, self.state()
-        )  # absent in old checkpoints
+        # The entry is absent in old checkpoints
+        entry = state.stateful_callbacks.setdefault(type(self).__name__, self.state())
         is_current = state.global_step and entry["attributes"]["since"] <= state.global_step
         if is_current:
             self._trainer._tr_loss = torch.tensor(entry["attributes"]["total"], device=args.device)
@@ -142,9 +141,8 @@ class GatePhaseCallback(TrainerCallback, ExportableState):
     ) -> None:
         """Restore the price of a resumed run, and give each rank its own random seed."""
         self._tracker = density_tracker.DensityTracker(kwargs["model"], only_learning=True)
-        if (
-            args.process_index
-        ):  # the data order is already drawn; a checkpoint restores each rank's random state
+        # The data order is already drawn; a checkpoint restores each rank's random state
+        if args.process_index:
             torch.manual_seed(args.seed + args.process_index)
         saved = state.stateful_callbacks.get(type(self).__name__)
         if (

@@ -48,9 +48,8 @@ class Corpus:
     tokenizer: PreTrainedTokenizerBase  # tokenizer of the blocks
     train: TokenBlocks  # training text
     heldout: TokenBlocks  # held-out text
-    separator: SeparatorReport = field(
-        default_factory=lambda: SeparatorReport(EOS)
-    )  # what stands after a document
+    # What stands after a document
+    separator: SeparatorReport = field(default_factory=lambda: SeparatorReport(EOS))
     essays: Essays | None = None  # haystacks for RULER samples in the mixture; None without them
 
     @cached_property
@@ -186,9 +185,8 @@ def _own_tokenizer(recipe: Recipe, base: Path, folder: Path, reporter: Reporter)
 
 _MIN_SAMPLES = 2  # minimum number of held-out RULER blocks, so that a domain has a standard error
 
-Item = dict[
-    str, torch.Tensor
-]  # "input_ids", "labels", and "position_ids" of separate documents, all int64 [T]
+# "input_ids", "labels", and "position_ids" of separate documents, all int64 [T]
+Item = dict[str, torch.Tensor]
 
 
 class BlockDataset(Dataset[Item]):

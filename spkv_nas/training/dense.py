@@ -137,9 +137,8 @@ def new_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrained
 
 def _buildable(options: Mapping[str, Any], recipe: Recipe) -> PreTrainedConfig:
     """Return the config with these keys and values; any error means that no model can be built from it."""
-    limits.check_counts(
-        options, _about(recipe)
-    )  # before AutoConfig, which allocates lists of these lengths
+    # Check counts before AutoConfig, which allocates lists of these lengths
+    limits.check_counts(options, _about(recipe))
     config: PreTrainedConfig = transformers.AutoConfig.for_model(**options)
     model_shape.check_keys(config, recipe.model.config or {}, _about(recipe))
     model_shape.config_size(config)
@@ -150,9 +149,8 @@ def new_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrainedM
     """Initialize the recipe's new model at random. Raises ``UserError``: it cannot be built or run, or is too large."""
     # Check the size before memory is allocated
     config = new_config(recipe, tokenizer)
-    bytes_per_parameter = (
-        4 if torch.cuda.is_available() else 16
-    )  # with a GPU, AdamW's state is there
+    # With a GPU, AdamW's state is on the GPU
+    bytes_per_parameter = 4 if torch.cuda.is_available() else 16
     model_shape.check_size(config, bytes_per_parameter, _about(recipe))
     transformers.set_seed(recipe.seed)
     try:

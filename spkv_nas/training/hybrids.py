@@ -80,12 +80,10 @@ def train_by_recipe(
     Other arguments are those of ``compare``. Raises ``UserError``: a layout does not fit the scores, or has the name of
     a baseline.
     """
-    # Check everything that can fail before training starts
+    # Check everything that can fail before training starts; coverage fails if a layout does not fit
     corpus.join_processes(recipe, device)
     workspace.check_writable()
-    covered = {
-        name: coverage(table, layout) for name, layout in layouts.items()
-    }  # raises if a layout does not fit
+    covered = {name: coverage(table, layout) for name, layout in layouts.items()}
     comparison.check_layout_names(layouts)
     # Prepare the text and the dense model
     context = BranchContext.prepare(
@@ -311,9 +309,8 @@ def _nll_columns(
 def _zero_shot_columns(name: str, untrained: dict[str, paired.DocumentNLL]) -> dict[str, float]:
     """Return NLL without training and its change from the unchanged dense model; NaN for SP-KV."""
     dense = untrained[comparison.DENSE]
-    score = (
-        dense if name == comparison.FULL_ATTENTION else untrained.get(name)
-    )  # SP-KV has no predictors before
+    # SP-KV has no score: it has no predictors before training
+    score = dense if name == comparison.FULL_ATTENTION else untrained.get(name)
     change = (
         np.nan
         if score is None or score is dense

@@ -57,9 +57,8 @@ class TokenizerConfig(schema.Section):
     bos: bool = Field(
         False,
         description="with vocab_size: the tokenizer begins every text with a BOS token",
-        exclude_if=lambda bos: (
-            not bos
-        ),  # hashes and records of recipes stay as before the key existed
+        # Hashes and records of recipes stay as before the key existed
+        exclude_if=lambda bos: not bos,
     )
 
     @model_validator(mode="after")
