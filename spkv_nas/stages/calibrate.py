@@ -47,7 +47,8 @@ def run(options: CalibrateOptions, reporter: progress.Reporter) -> commands.Resu
 
 def show(name: str, folder: Path, measured: Calibration) -> None:
     """Print measured times by number of global heads, and the folder that they were written to."""
-    case, (_, counts, seconds) = measured.case, measured.grid
+    case = measured.case
+    _, counts, seconds = measured.grid
     # Tabulate the times by context
     title = f"{console.escape(name)}: µs per decoded token and layer\nby number of global heads"
     grid = console.Table("tokens", *(f"{count:.0f}" for count in counts), title=title)

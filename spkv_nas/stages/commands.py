@@ -31,9 +31,8 @@ _LAST = ("workspace", "device", "dtype")  # options that come last, as in the he
 class Suggestion:
     """Command to run next."""
 
-    command: (
-        str  # complete, ready to paste into a shell; empty where ``reason`` says why there is none
-    )
+    # Complete, ready to paste into a shell; empty where ``reason`` says why there is none
+    command: str
     reason: str = ""  # sentence on the purpose of the command; empty where that is obvious
 
     @classmethod
@@ -59,21 +58,24 @@ def command_line(options: object) -> str:
         if value is None or value == field.default:
             continue
         if flag.argument:
-            arguments += [_text(item) for item in (value if isinstance(value, list) else [value])]
+            arguments += [_text(item) for item in _items(value)]
         else:
             switches += _switch(field.name, flag, value)
     # A positional argument that looks like an option follows a bare "--"
     has_dash = any(argument.startswith("-") for argument in arguments)
     words = [*switches, "--", *arguments] if has_dash else [*arguments, *switches]
-    return " ".join([PROGRAM, command_name(type(options)), *map(shlex.quote, words)])
+    quoted = [shlex.quote(word) for word in words]
+    return " ".join([PROGRAM, command_name(type(options)), *quoted])
 
 
 def command_name(options_class: type) -> str:
     """Return the command of a class of options, such as "evaluate nll": its ``command``, or else its module's name."""
-    if (name := getattr(options_class, "command", None)) is not None:
+    name = getattr(options_class, "command", None)
+    if name is not None:
         return str(name)
     _, _, *parts = options_class.__module__.split(".")
-    return " ".join(part for part in parts if part not in ("options", "command")).replace("_", "-")
+    words = [part for part in parts if part not in ("options", "command")]
+    return " ".join(words).replace("_", "-")
 
 
 def stage_module(options_class: type) -> str:
@@ -94,7 +96,8 @@ def in_folder(command: str, folder: Path) -> str:
         below = path.is_absolute() and path.is_relative_to(folder)
         words.append(str(path.relative_to(folder)) if below else word)
     # Leave out --workspace for the folder itself
-    if ("--workspace", ".") in (pairs := list(pairwise(words))):
+    pairs = list(pairwise(words))
+    if ("--workspace", ".") in pairs:
         start = pairs.index(("--workspace", "."))
         del words[start : start + 2]
     return shlex.join(words)
@@ -106,15 +109,23 @@ def _switch(name: str, flag: Flag, value: Any) -> Iterator[str]:
     if isinstance(value, bool):
         yield option.split("/")[0 if value else 1]
         return
-    for item in value if isinstance(value, list) else [value]:
-        yield from (option, _text(item))
+    for item in _items(value):
+        yield option
+        yield _text(item)
+
+
+def _items(value: Any) -> list[Any]:
+    """Return the elements of a list, or a single value."""
+    return value if isinstance(value, list) else [value]
 
 
 def _text(value: Any) -> str:
     """Format a value for the command line; a path below the current folder becomes relative to it."""
-    path = Path(value) if isinstance(value, str | Path) else None
-    if path is not None and path.is_absolute() and path.is_relative_to(Path.cwd()):
-        return str(path.relative_to(Path.cwd()))
+    if isinstance(value, str | Path):
+        path = Path(value)
+        folder = Path.cwd()
+        if path.is_absolute() and path.is_relative_to(folder):
+            return str(path.relative_to(folder))
     return str(value)
 
 
@@ -167,13 +178,14 @@ def runner(options_class: type, function: str = "run") -> Callable[..., Results 
     module = stage_module(options_class)
 
     def run(options: Any, reporter: progress.Reporter) -> Results | None:
-        results: Results | None = getattr(import_module(module), function)(options, reporter)
+        stage = import_module(module)
+        results: Results | None = getattr(stage, function)(options, reporter)
         return results
 
     run.__doc__ = options_class.__doc__
-    run.__name__ = (
-        function if function != "run" else module.removesuffix(".stage").rpartition(".")[2]
-    )
+    run.__name__ = function
+    if function == "run":
+        run.__name__ = module.removesuffix(".stage").rpartition(".")[2]
     run.__annotations__ = {
         "options": options_class,
         "reporter": progress.Reporter,

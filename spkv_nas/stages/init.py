@@ -1,6 +1,5 @@
 """Init: write a first recipe for a model and a text, and estimate the cost of training by it."""
 
-import itertools
 import math
 import os
 import re
@@ -77,18 +76,22 @@ def _fit_memory(
     while True:
         # Count the blocks that fit at once
         recipe = draft.recipe(base)
-        runs = options.folders.run_dir(recipe.name)
-        announce = reporter.announce
         planner = run_plan.Planner(
-            recipe, base, runs, device=options.device, announce=announce, text=draft.text
+            recipe,
+            base,
+            options.folders.run_dir(recipe.name),
+            device=options.device,
+            announce=reporter.announce,
+            text=draft.text,
         )
         fitting = planner.fitting_blocks(variants.Kind.SP_KV)
         if fitting >= draft.batch_size:
             return planner, draft
         # Accumulate gradients over micro-batches of a power of two, or make blocks smaller
-        never = planner.memory(variants.Kind.SP_KV, 0) > run_plan.ROOM * planner.available
-        if fitting >= 1 or never or draft.smaller is None:
-            draft = replace(draft, micro_batch_size=2 ** int(math.log2(max(1, fitting))))
+        never_fits = planner.memory(variants.Kind.SP_KV, 0) > run_plan.ROOM * planner.available
+        if fitting >= 1 or never_fits or draft.smaller is None:
+            power = int(math.log2(max(1, fitting)))
+            draft = replace(draft, micro_batch_size=2**power)
             return planner.with_recipe(draft.recipe(base)), draft
         draft = draft.smaller
 
@@ -96,10 +99,15 @@ def _fit_memory(
 def _heldout_passes(planner: run_plan.Planner) -> tuple[run_plan.PlannedRun, run_plan.PlannedRun]:
     """Return the runs on held-out text: head gates, and zero-shot scores of the layouts."""
     dense = variants.Variant.full_attention()
-    scored = 1 + _num_layouts()
-    learning = defaults.HEAD_GATE_STEPS, defaults.LEARNING_TOKENS, defaults.FROZEN_STEP_PASSES
-    head_gates = planner.heldout_pass(defaults.RECOMMENDED, dense, *learning)
-    return head_gates, planner.heldout_pass("zero-shot scores", dense, scored)
+    head_gates = planner.heldout_pass(
+        defaults.RECOMMENDED,
+        dense,
+        defaults.HEAD_GATE_STEPS,
+        defaults.LEARNING_TOKENS,
+        defaults.FROZEN_STEP_PASSES,
+    )
+    scores = planner.heldout_pass("zero-shot scores", dense, 1 + _num_layouts())
+    return head_gates, scores
 
 
 def _steps_in_time(planner: run_plan.Planner, seconds: float) -> int:
@@ -133,10 +141,15 @@ def _num_layouts() -> int:
 
 def _any_layout(planner: run_plan.Planner) -> variants.Variant:
     """Make a hybrid variant at the paper's budget."""
-    heads = planner.size.heads.heads_per_layer
-    letters = iter("G" * budget.parse_budget(None, sum(heads)) + "L" * sum(heads))
-    rows = tuple("".join(itertools.islice(letters, number)) for number in heads)
-    return variants.Variant.hybrid(layout.Layout(rows, planner.recipe.gates.window))
+    heads_per_layer = planner.size.heads.heads_per_layer
+    left = budget.parse_budget(None, sum(heads_per_layer))
+    # Make the first heads global
+    rows = []
+    for number in heads_per_layer:
+        num_global = min(left, number)
+        rows.append("G" * num_global + "L" * (number - num_global))
+        left -= num_global
+    return variants.Variant.hybrid(layout.Layout(tuple(rows), planner.recipe.gates.window))
 
 
 def _source_from(base: Path, source: str) -> str:
@@ -145,11 +158,8 @@ def _source_from(base: Path, source: str) -> str:
     path = Path(name).expanduser()
     if source in readers.AT_HAND or not path.exists() or base.resolve() == Path.cwd():
         return source
-    return (
-        os.path.abspath(path)
-        if column is None
-        else f"{os.path.abspath(path)}{readers.COLUMN}{column}"
-    )
+    absolute = os.path.abspath(path)
+    return absolute if column is None else f"{absolute}{readers.COLUMN}{column}"
 
 
 def _recipe_name(model: str) -> str:

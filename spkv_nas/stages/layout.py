@@ -17,16 +17,11 @@ from spkv_nas.stages import commands, lookup
 from spkv_nas.stages.commands import Result
 from spkv_nas.stages.options.layout import ConvertOptions, DiffOptions, ShowLayoutsOptions
 
-Shown = tuple[
-    Path, Layout, float | None
-]  # layout file, and its coverage in [0, 1] if there are a probe and one window
+# Layout file, and its coverage in [0, 1] if there are a probe and one window
+Shown = tuple[Path, Layout, float | None]
 Compared = tuple[Layout, Layout, Difference]  # two layouts, and the difference of their heads
-_STYLES = {
-    "G": "bold green",
-    "+": "bold green",
-    "-": "bold red",
-    "~": "bold yellow",
-}  # others are dim
+# Other marks are dim
+_STYLES = {"G": "bold green", "+": "bold green", "-": "bold red", "~": "bold yellow"}
 
 
 def print_grid(rows: Sequence[str], notes: Sequence[str]) -> None:
@@ -55,7 +50,8 @@ def read_layout(file: Path) -> Proposal:
     if file.suffix in (".tsv", ".csv") or file.is_dir():
         stem = file.name if file.is_dir() else file.stem  # folder names may contain dots
         target = file.with_name(f"{stem}.yaml")
-        target = file.with_name(f"{stem}-layout.yaml") if target.exists() else target
+        if target.exists():
+            target = file.with_name(f"{stem}-layout.yaml")
         command = commands.command_line(ConvertOptions(source=file, target=target, budget="25%"))
         raise errors.UserError(
             f"{file} is not a layout file; convert it first\n{commands.next_line(command)}"
@@ -66,18 +62,20 @@ def read_layout(file: Path) -> Proposal:
 def _show(shown: list[Shown]) -> None:
     """Print layouts as grids, with the number of global heads of every layer."""
     for file, layout, covered in shown:
-        about = "" if covered is None else f", coverage {100 * covered:.2f} %"
-        out.print(Text(f"{file}: {layout.description}{about}"), soft_wrap=True)
-        print_grid(layout.heads, [str(row.count("G")) for row in layout.heads])
+        about = f"{file}: {layout.description}"
+        if covered is not None:
+            about += f", coverage {100 * covered:.2f} %"
+        out.print(Text(about), soft_wrap=True)
+        counts = [str(row.count("G")) for row in layout.heads]
+        print_grid(layout.heads, counts)
 
 
 def _document(shown: list[Shown]) -> dict[str, Any]:
-    return {
-        "layouts": [
-            {"file": file, **heads_document(layout), "coverage": covered}
-            for file, layout, covered in shown
-        ]
-    }
+    layouts = [
+        {"file": file, **heads_document(layout), "coverage": covered}
+        for file, layout, covered in shown
+    ]
+    return {"layouts": layouts}
 
 
 def _show_difference(files: Sequence[Path], compared: Compared) -> None:
@@ -85,19 +83,19 @@ def _show_difference(files: Sequence[Path], compared: Compared) -> None:
     if first.hash == second.hash:
         out.print(f"the same layout: {first.description}", soft_wrap=True)
         return
-    out.print(
-        Text(f"- {files[0]}: {first.description}\n+ {files[1]}: {second.description}"),
-        soft_wrap=True,
-    )
-    windows = "".join(delta.marks).count("~")
-    others = f", {windows} only in their window" if windows else ""
+    out.print(Text(f"- {files[0]}: {first.description}"), soft_wrap=True)
+    out.print(Text(f"+ {files[1]}: {second.description}"), soft_wrap=True)
+    num_windows = "".join(delta.marks).count("~")
+    others = f", {num_windows} only in their window" if num_windows else ""
     out.print(
         f"{delta.num_heads} heads differ{others}, Jaccard index of the global heads {delta.jaccard:.3f}"
     )
-    if delta.num_heads or windows:
-        meaning = "G: global in both; .: local in both; -: global only in the first; +: global only in the second"
-        out.print(meaning + ("; ~: local in both, with another window" if windows else ""))
-        print_grid(delta.marks, ["" for _ in delta.marks])
+    if delta.num_heads or num_windows:
+        legend = "G: global in both; .: local in both; -: global only in the first; +: global only in the second"
+        if num_windows:
+            legend += "; ~: local in both, with another window"
+        out.print(legend)
+        print_grid(delta.marks, [""] * len(delta.marks))
 
 
 def _difference_document(compared: Compared) -> dict[str, Any]:
@@ -114,7 +112,7 @@ def _difference_document(compared: Compared) -> dict[str, Any]:
 def show(options: ShowLayoutsOptions, reporter: progress.Reporter) -> Result:
     """Run ``layout show``: read layout files, and compute their coverage if a probe is named."""
     table = None if options.probe is None else lookup.find_table(options.folders, options.probe)
-    shown = []
+    shown: list[Shown] = []
     for file in options.files:
         proposal = read_layout(file)
         (layout,) = proposal.layouts.values()
@@ -125,13 +123,12 @@ def show(options: ShowLayoutsOptions, reporter: progress.Reporter) -> Result:
 
 def diff(options: DiffOptions, reporter: progress.Reporter) -> Result:
     """Run ``layout diff``: compare two layouts of one model head by head."""
-    files = options.a, options.b
-    (first,), (second,) = (read_layout(file).layouts.values() for file in files)
+    (first,) = read_layout(options.a).layouts.values()
+    (second,) = read_layout(options.b).layouts.values()
     compared = (first, second, Difference.of(first, second))
-    exit_code = int(first.hash != second.hash)
-    return Result(
-        compared, partial(_show_difference, files), _difference_document, exit_code=exit_code
-    )
+    show_files = partial(_show_difference, (options.a, options.b))
+    exit_code = 0 if first.hash == second.hash else 1
+    return Result(compared, show_files, _difference_document, exit_code=exit_code)
 
 
 def convert(options: ConvertOptions, reporter: progress.Reporter) -> Result:

@@ -4,7 +4,7 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -53,11 +53,10 @@ _LEARNING = ("budget", "steps", "window", "seed")  # options that apply where ga
 _GAINS = "ablation_tokens"  # option of signals whose ranking is validated
 # Entries of the record in the JSON
 _SHOWN = ("sink_mass", "massive_activation", "memory", TRIED, RECOMMENDED, CHECK, "alarm")
-_LEARNING_GATES, _PROBING, _VALIDATING = (
-    "learning gates",
-    "probing",
-    "validating the ranking",
-)  # titles of bars
+# Titles of bars
+_LEARNING_GATES = "learning gates"
+_PROBING = "probing"
+_VALIDATING = "validating the ranking"
 _MAX_TARGET = 0.99  # maximum target density of learned gates
 
 
@@ -181,25 +180,26 @@ def _with_gains(
 
 def _expect(signal: Signal, measured: Measured, options: ProbeOptions, reporter: Reporter) -> None:
     """Say how much work the steps are going to be, in passes of a token, so that the time left is that of all."""
-    model = measured.model
     blocks = measured.blocks
-    grid = model_shape.config_shape(model.config).grid
+    grid = model_shape.config_shape(measured.model.config).grid
     length = blocks.block_size
+    # Learn gates
     if measured.train is not None:
         steps = options.steps or PRICED_STEPS
-        reporter.expect(
-            _LEARNING_GATES, steps * LEARNING_TOKENS * FROZEN_STEP_PASSES, progress.GRADIENT
-        )
+        learning = steps * LEARNING_TOKENS * FROZEN_STEP_PASSES
+        reporter.expect(_LEARNING_GATES, learning, progress.GRADIENT)
+    # Measure the signal, and compare layouts after it
     work = signal.work(grid, blocks.tokens.size, length)
+    chooses_window = options.memory is not None and options.window is None
+    following = measure.passes_after(signal, blocks, has_memory=chooses_window)
+    probing = work.passes * work.tokens * work.effort + following * length
     unit = progress.FORWARD if work.effort == 1.0 else progress.GRADIENT
-    following = measure.passes_after(
-        signal, blocks, has_memory=options.memory is not None and options.window is None
-    )
-    reporter.expect(_PROBING, work.passes * work.tokens * work.effort + following * length, unit)
+    reporter.expect(_PROBING, probing, unit)
+    # Validate the ranking
     tokens = ABLATION_TOKENS if options.ablation_tokens is None else options.ablation_tokens
     if _GAINS in signal.options() and tokens:
-        tokens = max(1, min(tokens // length, measured.whole.num_blocks)) * length
-        reporter.expect(_VALIDATING, signals.ablation_passes(grid) * tokens)
+        num_blocks = max(1, min(tokens // length, measured.whole.num_blocks))
+        reporter.expect(_VALIDATING, signals.ablation_passes(grid) * num_blocks * length)
 
 
 def _unit(signal: Signal) -> str:
@@ -209,13 +209,10 @@ def _unit(signal: Signal) -> str:
 
 def _learned_name(subject: Subject, options: ProbeOptions) -> Subject:
     """Return a subject whose learned gates get another name than the embedded reference's own densities."""
-    if (
-        options.name is None
-        and subject.name == subject.family
-        and subject.source.startswith(EMBEDDED_PREFIX)
-    ):
-        return replace(subject, name=f"{subject.name}-frozen")
-    return subject
+    has_own_name = options.name is not None or subject.name != subject.family
+    if has_own_name or not subject.source.startswith(EMBEDDED_PREFIX):
+        return subject
+    return replace(subject, name=f"{subject.name}-frozen")
 
 
 def _run_options(
@@ -238,10 +235,9 @@ def _half(
 ) -> Measured:
     """Leave half of the documents unseen, for verdicts on the same text; few blocks are enough for costs of windows."""
     whole = measured.blocks
+    most = measure.cost_blocks(whole.block_size) if options.memory is None else None
     try:
-        part = measure.half_of(
-            whole, measure.cost_blocks(whole.block_size) if options.memory is None else None
-        )
+        part = measure.half_of(whole, most)
     except UserError:
         if is_needed:
             raise
@@ -249,16 +245,18 @@ def _half(
             "too few documents to leave some unseen: score and verdict need other text"
         )
         return measured
-    unseen = len(whole.text_ids) - len(part.text_ids)
+    seen = len(part.text_ids)
+    unseen = len(whole.text_ids) - seen
     reporter.announce(
-        f"{len(part.text_ids):,} documents select the heads; {unseen:,} others are left for score and verdict"
+        f"{seen:,} documents select the heads; {unseen:,} others are left for score and verdict"
     )
     return replace(measured, blocks=part)
 
 
 def _inputs(subject: Subject, measured: Measured, options: ProbeOptions) -> str:
     """Return 8 hexadecimal digits of what a table is made from: model, dtype, text, and options."""
-    places = ("model", "data", "recipe", "name")  # of what is hashed by content
+    # The model and the text are hashed by their content, not by their places
+    places = ("model", "data", "recipe", "name")
     settings = {key: value for key, value in recorded(options).items() if key not in places}
     parts = [checkpoint_hash(subject.source), str(measured.model.dtype), settings]
     key = hashlib.sha256(json.dumps(parts, sort_keys=True).encode())
@@ -292,22 +290,19 @@ def _origin(
     subject: Subject, measured: Measured, options: ProbeOptions, reporter: Reporter
 ) -> dict[str, Any]:
     """Return the record of the model and the text, with a warning if the model does not know the text."""
-    window = options.window or windows.default_window(measured.model, measured.whole.block_size)
+    model = measured.model
+    window = options.window or windows.default_window(model, measured.whole.block_size)
     with reporter.bar("checking the text"):
-        _, text_alarm = alarms.check_text(
-            measured.model, measured.whole, window, measured.separator
-        )
-    return {
-        **(
-            model_origin(subject.source)
-            if options.recipe is None
-            else {"model": subject.recipe.name}
-        ),
-        "data": measured.text,
-        **measured.dtypes,
-        "separator": measured.separator.as_mapping(),
-        **({} if text_alarm is None else {result_tables.ALARM: text_alarm}),
-    }
+        _, text_alarm = alarms.check_text(model, measured.whole, window, measured.separator)
+    origin: dict[str, Any] = {"model": subject.recipe.name}
+    if options.recipe is None:
+        origin = model_origin(subject.source)
+    origin["data"] = measured.text
+    origin |= measured.dtypes
+    origin["separator"] = measured.separator.as_mapping()
+    if text_alarm is not None:
+        origin[result_tables.ALARM] = text_alarm
+    return origin
 
 
 def _add_gains(
@@ -326,9 +321,8 @@ def _add_gains(
     try:
         model_shape.check_tokens(model, blocks.largest_token)
         size = micro_batch.fitting_batch(model, blocks)
-        on_main(
-            lambda: micro_batch.require_logits(model, size, length)
-        )  # all ranks continue, or none
+        # All ranks continue, or none
+        on_main(lambda: micro_batch.require_logits(model, size, length))
         with reporter.bar(_VALIDATING, "blocks") as bar:
             gains, gains_record = add_one_head_gains(
                 model, blocks, table.window, sinks=table.sinks, batch_size=size, progress=bar
@@ -357,24 +351,24 @@ def _learn(
     # Choose the window, the sink tokens and the target density
     window = options.window or windows.default_window(model, blocks.block_size)
     sinks = parse_sinks(options.sinks)
-    sinks, sink_facts = choose_sinks(model, blocks, window) if sinks is None else (sinks, {})
+    sink_facts: Mapping[str, Any] = {}
+    if sinks is None:
+        sinks, sink_facts = choose_sinks(model, blocks, window)
+    share = parse_budget(options.budget, num_heads) / num_heads
     config = gate_config.GateConfig(
         window=window,
         sinks=sinks,
         tau=gate_config.GateConfig().tau if options.tau is None else options.tau,
-        target_density=min(parse_budget(options.budget, num_heads) / num_heads, _MAX_TARGET),
+        target_density=min(share, _MAX_TARGET),
     )
     # Name the run by everything that its gates depend on
-    schedule = {
-        "steps": options.steps or PRICED_STEPS,
-        "step_tokens": LEARNING_TOKENS,
-        "seed": options.seed or 0,
-    }
+    steps = options.steps or PRICED_STEPS
+    seed = options.seed or 0
     key_parts = [
         on_main(lambda: checkpoint_hash(subject.source)),
         str(model.dtype),
         config.model_dump(),
-        schedule,
+        {"steps": steps, "step_tokens": LEARNING_TOKENS, "seed": seed},
     ]
     key = hashlib.sha256(json.dumps(key_parts, sort_keys=True).encode())
     blocks.feed(key)
@@ -383,14 +377,23 @@ def _learn(
     start = time.perf_counter()
     with run_lock(folder, reporter.announce), reporter.bar(_LEARNING_GATES, "steps") as bar:
         learned = priced.learn_gates(
-            model, blocks, config, state=folder / "state", progress=bar, **schedule
+            model,
+            blocks,
+            config,
+            steps=steps,
+            step_tokens=LEARNING_TOKENS,
+            seed=seed,
+            state=folder / "state",
+            progress=bar,
         )
     reporter.reused(learned.resumed_at, learned.steps, "gate training steps")
     if learned.resumed_at < learned.steps:
-        reporter.announce(
-            f"trained gates on {learned.tokens:,} tokens in {time.perf_counter() - start:.0f} s"
-        )
-    return {**learned.as_mapping(), **({"sinks": sinks, **sink_facts} if sinks else {})}
+        seconds = time.perf_counter() - start
+        reporter.announce(f"trained gates on {learned.tokens:,} tokens in {seconds:.0f} s")
+    facts = learned.as_mapping()
+    if sinks:
+        facts |= {"sinks": sinks, **sink_facts}
+    return facts
 
 
 def _subject(options: ProbeOptions, reporter: Reporter) -> Subject:
@@ -399,15 +402,18 @@ def _subject(options: ProbeOptions, reporter: Reporter) -> Subject:
     if options.recipe is None:
         subject = Subject.of(options, REFERENCE, "probe on")
     else:
-        trained: dict[str, Any] = {
-            "workspace": options.folders,
-            "device": options.device,
-            "reporter": reporter,
-        }
+        recipe = options.recipe
+        folders = options.folders
+        device = options.device
         if signals.SIGNALS[str(options.signal)].needs_gates:
-            checkpoint = reference_run.train_reference(options.recipe, **trained).reference
+            trained = reference_run.train_reference(
+                recipe, folders, device=device, reporter=reporter
+            )
+            checkpoint = trained.reference
         else:
-            checkpoint = reference_run.train_dense(options.recipe, **trained)
+            checkpoint = reference_run.train_dense(
+                recipe, folders, device=device, reporter=reporter
+            )
         subject = Subject.of_recipe(options, options.recipe, checkpoint)
     subject = replace(subject, given_separator=options.separator)
     # Name the probe after its signal, unless that is density
@@ -421,30 +427,41 @@ def show(table: HeadScores) -> None:
     """Print a probe's mean score, its highest head, and its warnings."""
     printing.show_alarm(table.metadata.get("alarm"))
     # Print the mean and the highest score
-    densest = max((table.density[i, j], i, j) for i, j in np.argwhere(table.is_head))
-    measure = f"tau {table.tau:g}: density" if table.is_density else table.signal
-    digits = ".3f" if table.is_density else ".3g"
-    out.print(
-        f"[bold]{escape(table.name)}[/bold]: {grid.grid_words(table.heads_per_layer)}, "
-        f"{measure} mean {table.mean:{digits}}, std {table.std:{digits}}; "
-        f"highest is layer {densest[1]}, head {densest[2]} ({densest[0]:{'.2f' if table.is_density else digits}})"
-    )
-    if tried := read_tried(table.metadata):
+    out.print(_summary(table))
+    tried = read_tried(table.metadata)
+    if tried:
         recommended = table.metadata[RECOMMENDED]
         out.print(_layouts_tried(tried, recommended, table.metadata["block_size"]))
         say(
             f"recommended: {recommended}; fewer windows are preferred if both losses are within one standard error"
         )
         caution(_about_predictions(tried))
-    if (
-        check := read_check(table.metadata)
-    ) is not None and not check.has_failed:  # a failure was said at once
+    check = read_check(table.metadata)
+    if check is not None and not check.has_failed:  # a failure was said at once
         say(check.sentence)
     # Print remarks and warnings
     say(_about_sinks(table))
     say(diagnosis.about_small_domains(table.rows))
     for line in table.diagnosis():
         caution(line)
+
+
+def _summary(table: HeadScores) -> str:
+    """Return a line on the mean score, its spread and the highest head."""
+    heads = grid.grid_words(table.heads_per_layer)
+    score, layer, head = max(
+        (table.density[layer, head], layer, head) for layer, head in np.argwhere(table.is_head)
+    )
+    if table.is_density:
+        measured = f"tau {table.tau:g}: density mean {table.mean:.3f}, std {table.std:.3f}"
+        highest = f"{score:.2f}"
+    else:
+        measured = f"{table.signal} mean {table.mean:.3g}, std {table.std:.3g}"
+        highest = f"{score:.3g}"
+    return (
+        f"[bold]{escape(table.name)}[/bold]: {heads}, {measured}; "
+        f"highest is layer {layer}, head {head} ({highest})"
+    )
 
 
 def _layouts_tried(tried: Sequence[TriedLayout], recommended: str, block_size: int) -> Table:
@@ -475,22 +492,24 @@ def _about_predictions(tried: Sequence[TriedLayout]) -> str | None:
 def _about_sinks(table: HeadScores) -> str | None:
     """Return a sentence on the measured attention sinks and the sink tokens of layouts; None without either."""
     sink_tokens = f"{table.sinks or 'no'} sink token{'' if table.sinks == 1 else 's'}"
-    if (mass := table.metadata.get("sink_mass")) is None:
+    mass = table.metadata.get("sink_mass")
+    if mass is None:
         return f"layouts get {sink_tokens}" if table.sinks else None
     # The attention on the tokens that layouts get, or on the first, and the heads that were measured
     share = 100 * table.metadata.get("sink_tokens_mass", mass)
     first = "first token" if table.sinks < 2 else f"first {table.sinks} tokens"
     strong = table.metadata["sink_heads"]
     heads = table.metadata["measured_heads"]
-    among = f"{heads} heads" + (
-        "" if heads == table.num_heads else " without a native sliding window"
-    )
+    among = f"{heads} heads"
+    if heads != table.num_heads:
+        among += " without a native sliding window"
     sentence = (
         f"{share:.{0 if share >= 10 else 1}f} % of attention is on the {first}; {strong} of {among} "
         f"give the first four more than {100 * STRONG_SINK:.0f} %: layouts get {sink_tokens}"
     )
     # The massive activation that sinks come with
-    if (massive := table.metadata.get("massive_activation")) is None:
+    massive = table.metadata.get("massive_activation")
+    if massive is None:
         return sentence
     return (
         f"{sentence}\nlargest activation: {massive['ratio']:,.0f} times the layer's median (layer {massive['layer']}, "
@@ -515,11 +534,8 @@ def document(table: HeadScores, folder: Path) -> dict[str, Any]:
 def run(options: ProbeOptions, reporter: Reporter) -> commands.Result:
     """Run the command."""
     table = probe(options, reporter)
-    return commands.Result(
-        table,
-        show,
-        partial(document, folder=options.folders.probe_dir(table.name)),
-        next=()
-        if result_tables.ALARM in table.metadata
-        else next_steps.after_probe(options, table),
-    )
+    folder = options.folders.probe_dir(table.name)
+    following: Sequence[commands.Suggestion] = ()
+    if result_tables.ALARM not in table.metadata:
+        following = next_steps.after_probe(options, table)
+    return commands.Result(table, show, partial(document, folder=folder), next=following)

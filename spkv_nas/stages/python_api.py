@@ -12,15 +12,20 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from os import PathLike
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, get_type_hints
 
 from spkv_nas.artifacts import head_scores, layout
 from spkv_nas.base import arguments, errors, progress
 from spkv_nas.data import sources
 from spkv_nas.data.blocks import TokenBlocks
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from spkv_nas.model.snapshot import Snapshot
 
 _OPTION = re.compile(r"(?<![\w-])--([a-z]+(?:-[a-z]+)*)")  # not in paths of the hub's cache
 _LEAST = {
@@ -56,18 +61,10 @@ def public(function: Callable[Parameters, Value]) -> Callable[Parameters, Value]
         torch = sys.modules.get("torch")
         before = None
         try:
-            # Convert the arguments
-            kinds = _kinds(function)
-            for key, value in bound.arguments.items():
-                if (
-                    key in kinds
-                    and signature.parameters[key].kind is not inspect.Parameter.VAR_KEYWORD
-                ):
-                    bound.arguments[key] = _argument(name, key, kinds[key], value)
+            _convert(function, bound)
             # Log the call and its progress
-            progress.LOGGER.log(
-                level, f"{name}: {', '.join(_shown(*each) for each in bound.arguments.items())}"
-            )
+            shown = [_shown(key, value) for key, value in bound.arguments.items()]
+            progress.LOGGER.log(level, f"{name}: {', '.join(shown)}")
             if "progress" in signature.parameters and bound.arguments.get("progress") is None:
                 bound.arguments["progress"] = progress.logged(name)
             start = time.monotonic()
@@ -75,7 +72,8 @@ def public(function: Callable[Parameters, Value]) -> Callable[Parameters, Value]
             before = _snapshot(bound.arguments.get("model"))
             with nullcontext() if torch is None else torch.inference_mode(False):
                 result = function(*bound.args, **bound.kwargs)
-            progress.LOGGER.log(level, f"{name}: done in {time.monotonic() - start:.1f} s")
+            seconds = time.monotonic() - start
+            progress.LOGGER.log(level, f"{name}: done in {seconds:.1f} s")
             return result
         except BaseException as error:
             # Leave the model as it was, whether the call failed or was interrupted
@@ -89,7 +87,16 @@ def public(function: Callable[Parameters, Value]) -> Callable[Parameters, Value]
     return call
 
 
-def _snapshot(model: Any) -> Any:
+def _convert(function: Callable[..., object], bound: inspect.BoundArguments) -> None:
+    """Convert the arguments of a call, except the further ones by name, to the annotated types."""
+    kinds = _kinds(function)
+    for key, value in bound.arguments.items():
+        is_further = bound.signature.parameters[key].kind is inspect.Parameter.VAR_KEYWORD
+        if key in kinds and not is_further:
+            bound.arguments[key] = _argument(function.__name__, key, kinds[key], value)
+
+
+def _snapshot(model: "PreTrainedModel | None") -> "Snapshot | None":
     """Return what puts a model back as it is now (``model/snapshot.py``); None for a function without one."""
     if model is None:
         return None
@@ -99,15 +106,15 @@ def _snapshot(model: Any) -> Any:
 
 
 @cache
-def _kinds(function: Callable[..., Any]) -> dict[str, Any]:
+def _kinds(function: Callable[..., object]) -> dict[str, Any]:
+    """Return the types of a function's parameters by name."""
     try:
         return get_type_hints(function)
     except NameError:  # of a class that is imported for types only
         from transformers import PreTrainedTokenizerBase
 
-        return get_type_hints(
-            function, localns={"PreTrainedTokenizerBase": PreTrainedTokenizerBase}
-        )
+        known = {"PreTrainedTokenizerBase": PreTrainedTokenizerBase}
+        return get_type_hints(function, localns=known)
 
 
 def _argument(function: str, name: str, kind: Any, value: Any) -> Any:
@@ -118,10 +125,7 @@ def _argument(function: str, name: str, kind: Any, value: Any) -> Any:
         return unwrapped(value, adds_gates=function in ("attach_gates", "learn_gates"))
     if "Iterable[str" in str(kind) and not isinstance(value, TokenBlocks):
         value = sources.text_argument(name, value)
-    remedy = next(
-        (text for part, text in _REMEDIES.items() if re.search(rf"\b{part}\b", str(kind))), ""
-    )
-    converted = arguments.convert(name, kind, value, _CONVERTERS, remedy)
+    converted = arguments.convert(name, kind, value, _CONVERTERS, _remedy(kind))
     if isinstance(converted, int) and name in _LEAST and converted < _LEAST[name]:
         raise errors.UserError(f"{name} must be at least {_LEAST[name]}; found {converted}")
     if name == "learning_rate" and converted is not None and converted <= 0:
@@ -129,6 +133,14 @@ def _argument(function: str, name: str, kind: Any, value: Any) -> Any:
     if name in _PARSERS and converted is not None:
         _check_parses(function, name, converted)
     return converted
+
+
+def _remedy(kind: object) -> str:
+    """Return how to get a value of a type, of those in ``_REMEDIES``; empty for others."""
+    for part, remedy in _REMEDIES.items():
+        if re.search(rf"\b{part}\b", str(kind)):
+            return remedy
+    return ""
 
 
 def _parse_margins(_function: str, text: str) -> None:
@@ -161,32 +173,43 @@ def _check_parses(function: str, name: str, value: Any) -> None:
     try:
         _PARSERS[name](function, value)
     except errors.UserError as error:
-        if name in str(error).split(":")[0]:
+        subject = str(error).split(":")[0]
+        if name in subject:
             raise
         raise errors.UserError(f"{name} {errors.shortened(repr(value), 60)}: {error}") from error
 
 
-def _read(read: Callable[[Any], Any], value: Any) -> Any:
+def _read(read: Callable[[Any], object], value: object) -> object:
     """Return what a path names, or the value of a mapping with one; anything else unchanged."""
     if isinstance(value, Mapping) and len(value) == 1:
         return next(iter(value.values()))
     return read(value) if isinstance(value, str | PathLike) else value
 
 
-_CONVERTERS: dict[str, Callable[[Any], Any]] = {  # by class, make an instance of what means one
-    "PreTrainedTokenizerBase": lambda value: getattr(
-        value, "tokenizer", value
-    ),  # of a multimodal model's processor
-    "Layout": lambda value: _read(layout.Layout.read, value),
-    "HeadScores": lambda value: _read(head_scores.HeadScores.read, value),
-    "DocumentNLL": lambda value: getattr(value, "nll", value),
-    "Path": lambda value: _read(Path, value),
+def _tokenizer(value: object) -> object:
+    """Return the tokenizer of a multimodal model's processor; anything else unchanged."""
+    return getattr(value, "tokenizer", value)
+
+
+def _nll(value: object) -> object:
+    """Return the NLL by document of an evaluation; anything else unchanged."""
+    return getattr(value, "nll", value)
+
+
+# By class: make an instance of what means one
+_CONVERTERS: dict[str, Callable[[Any], object]] = {
+    "PreTrainedTokenizerBase": _tokenizer,
+    "Layout": partial(_read, layout.Layout.read),
+    "HeadScores": partial(_read, head_scores.HeadScores.read),
+    "DocumentNLL": _nll,
+    "Path": partial(_read, Path),
 }
 
 
-def _shown(name: str, value: Any) -> str:
+def _shown(name: str, value: object) -> str:
     """Return an argument for a log line."""
     if isinstance(value, TokenBlocks):
         return str(value)
-    is_plain = isinstance(value, int | float | str | PathLike | None)
-    return f"{name}={errors.shortened(repr(value), 60)}" if is_plain else type(value).__name__
+    if isinstance(value, int | float | str | PathLike | None):
+        return f"{name}={errors.shortened(repr(value), 60)}"
+    return type(value).__name__

@@ -30,6 +30,7 @@ from spkv_nas.stages.options import init, probe
 OPTIONS = "options"
 _NOT_RECORDED = ("workspace", "device", "dry_run")  # options that do not affect the result
 _PATHS = ("model", "data", "recipe")
+_ADD_ONE_HEAD = "add-one-head"  # signal whose values are gains
 
 
 def recorded(options: probe.ProbeOptions) -> dict[str, Any]:
@@ -37,15 +38,13 @@ def recorded(options: probe.ProbeOptions) -> dict[str, Any]:
     content: dict[str, Any] = {}
     for field in fields(options):
         value = getattr(options, field.name)
-        default = field.default
-        if field.name in _NOT_RECORDED or value == (None if default is MISSING else default):
+        default = None if field.default is MISSING else field.default
+        if field.name in _NOT_RECORDED or value == default:
             continue
-        if field.name in _PATHS:
-            value = (
-                [absolute(source) for source in value]
-                if isinstance(value, list)
-                else absolute(value)
-            )
+        if field.name in _PATHS and isinstance(value, list):
+            value = [absolute(source) for source in value]
+        elif field.name in _PATHS:
+            value = absolute(value)
         content[field.name] = value
     return content
 
@@ -58,24 +57,20 @@ def absolute(source: str | Path) -> str:
 
 def read_options(record: Mapping[str, Any], workspace: Path) -> probe.ProbeOptions | None:
     """Read a probe's options, for commands in ``workspace``, from its editable record; None if incomplete."""
-    if (content := record.get(OPTIONS)) is None:
+    if record.get(OPTIONS) is None:
         return None
-    content = dict(content)
-    if (
-        length := content.pop("block_size", None)
-    ) is not None:  # the name of the option before it was --context
+    content = {**record[OPTIONS], "workspace": workspace}
+    # The option --context was called so before
+    length = content.pop("block_size", None)
+    if length is not None:
         content["context"] = str(length)
     try:
-        options = TypeAdapter(probe.ProbeOptions).validate_python(
-            {**content, "workspace": workspace}
-        )
+        options = TypeAdapter(probe.ProbeOptions).validate_python(content)
     except ValidationError:
         return None
     # Require a known text, and a command that can be printed
-    is_custom_model = options.model is not None and not options.model.startswith(
-        assets.EMBEDDED_PREFIX
-    )
-    is_complete = bool(options.data) or not is_custom_model
+    is_embedded = options.model is None or options.model.startswith(assets.EMBEDDED_PREFIX)
+    is_complete = bool(options.data) or is_embedded
     return options if is_complete and command_line(options).isprintable() else None
 
 
@@ -90,10 +85,9 @@ def probe_records(workspace: Workspace) -> dict[str, dict[str, Any]]:
     records: dict[str, dict[str, Any]] = {}
     for name in workspace.probes():
         records[name] = {}
+        file = workspace.probe_dir(name) / RECORD
         with suppress(errors.UserError):
-            records[name] = read_unchecked(
-                workspace.probe_dir(name) / RECORD, "probe", head_tables.ProbeFile
-            )
+            records[name] = read_unchecked(file, "probe", head_tables.ProbeFile)
     return records
 
 
@@ -114,19 +108,14 @@ def first_recipe(recorded: probe.ProbeOptions) -> init.InitOptions:
     while out.exists():
         number += 1
         out = Path(f"recipe-{number}.yaml")
-    sources = recorded.data or []
     return init.InitOptions(
         model=str(recorded.model),
-        data=sources,
+        data=recorded.data or [],
         out=out,
         separator=recorded.separator,
         documents=recorded.documents,
         workspace=recorded.workspace,
     )
-
-
-_SINKS = ("sink tokens:", "--sinks")
-_ADD_ONE_HEAD = "add-one-head"  # signal whose values are gains
 
 
 def trust(workspace: Workspace, table: HeadScores, chosen: arrays.Mask) -> Trust | None:
@@ -135,13 +124,17 @@ def trust(workspace: Workspace, table: HeadScores, chosen: arrays.Mask) -> Trust
     ``chosen`` bool [L, Hkv] are its densest heads. Warns of another probe of the same model that cannot be read.
     """
     for other in (table, *neighbours(workspace, table)):
-        if other.sinks == table.sinks and (gains := _gains(other, table)) is not None:
-            number = (other.metadata.get("gains") or {}).get(
-                "documents"
-            )  # None if it was not recorded
-            if other.gains is None:
-                number = int(other.rows.drop_duplicates("domain")["num_documents"].sum())
-            return Trust.of(table.values, chosen, gains, number)
+        if other.sinks != table.sinks:
+            continue
+        gains = _gains(other, table)
+        if gains is None:
+            continue
+        number: int | None
+        if other.gains is None:
+            number = int(other.rows.drop_duplicates("domain")["num_documents"].sum())
+        else:  # None if it was not recorded
+            number = (other.metadata.get("gains") or {}).get("documents")
+        return Trust.of(table.values, chosen, gains, number)
     return None
 
 
@@ -161,17 +154,17 @@ def window_advice(workspace: Workspace, table: HeadScores) -> str | None:
         if not is_of(record, model, defaults.RECOMMENDED) or is_comparable(record, table):
             continue
         # Say whether the window or the sink tokens differ
-        seen, flag = (
-            ("window", "--window") if record.get("window") not in (None, table.window) else _SINKS
-        )
-        mine, other = (
-            (table.window, record["window"])
-            if seen == "window"
-            else (table.sinks, record.get("sinks", 0))
-        )
+        if record.get("window") not in (None, table.window):
+            this = f"window {table.window}"
+            that = f"window {record['window']}"
+            remedy = f"--window {table.window}"
+        else:
+            this = f"sink tokens: {table.sinks}"
+            that = f"sink tokens: {record.get('sinks', 0)}"
+            remedy = f"--sinks {table.sinks}"
         return (
-            f"layouts of '{table.name}' ({seen} {mine}) and of '{name}' ({defaults.RECOMMENDED} of the same model, "
-            f"{seen} {other}) cannot be compared: probe again with {flag} {mine}"
+            f"layouts of '{table.name}' ({this}) and of '{name}' ({defaults.RECOMMENDED} of the same model, {that}) "
+            f"cannot be compared: probe again with {remedy}"
         )
     return None
 
@@ -180,31 +173,29 @@ def _gains(table: HeadScores, ranked_table: HeadScores) -> head_tables.Gains | N
     """Return the gains measured beside a table, or its values if it measures gains itself; else None."""
     if table.gains is not None:
         return table.gains
-    lacks_gains = (
-        table is ranked_table
-        or table.signal != _ADD_ONE_HEAD
-        or table.metadata.get("granularity", "head") != "head"
-    )
-    return None if lacks_gains else head_tables.Gains(table.values, table.standard_error)
+    if table is ranked_table or table.signal != _ADD_ONE_HEAD:
+        return None
+    if table.metadata.get("granularity", "head") != "head":
+        return None
+    return head_tables.Gains(table.values, table.standard_error)
 
 
 def neighbours(workspace: Workspace, table: HeadScores) -> Iterator[HeadScores]:
     """Yield other probes of the same model, window and grid; warn of those that cannot be read."""
     model = model_identity(table.metadata)
-    for name in workspace.probes() if model is not None else ():
+    if model is None:
+        return
+    for name in workspace.probes():
         folder = workspace.probe_dir(name)
         try:
             record = read_unchecked(folder / RECORD, "probe", head_tables.ProbeFile)
-            if name == table.name or (model_identity(record), record.get("window")) != (
-                model,
-                table.window,
-            ):
+            is_of_model = model_identity(record) == model and record.get("window") == table.window
+            if name == table.name or not is_of_model:
                 continue
             other = HeadScores.read(folder)
         except errors.UserError as error:
-            warnings.warn(
-                f"ignoring a probe that cannot be read: {errors.first_line(error)}", stacklevel=2
-            )
+            reason = errors.first_line(error)
+            warnings.warn(f"ignoring a probe that cannot be read: {reason}", stacklevel=2)
             continue
         if other.heads_per_layer == table.heads_per_layer:
             yield other

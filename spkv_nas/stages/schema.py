@@ -8,6 +8,8 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base import console, errors, progress
 from spkv_nas.base.flag import Flag
 
+_DRAFT = "https://json-schema.org/draft/2020-12/schema"
+
 
 @dataclass(frozen=True, kw_only=True)
 class SchemaOptions:
@@ -31,5 +33,6 @@ def schema(options: SchemaOptions, reporter: progress.Reporter) -> None:
     schemas = {"layout": Layout.json_schema, "recipe": Recipe.model_json_schema}
     if options.of not in schemas:
         raise errors.UserError(f"no schema for '{options.of}'; expected {' or '.join(schemas)}")
-    document = {"$schema": "https://json-schema.org/draft/2020-12/schema", **schemas[options.of]()}
+    content = schemas[options.of]()
+    document = {"$schema": _DRAFT, **content}
     console.out.write(json.dumps(document, indent=2) + "\n")

@@ -17,6 +17,7 @@ from spkv_nas.model.source import split_revision
 from spkv_nas.stages.options import REFERENCE
 
 _CHECKPOINT = re.compile(r"checkpoint-[0-9]+")  # folder of an unfinished run
+LONG = "128k"  # default tokens of a model that supports as many or does not say
 
 
 def model_name(source: str) -> str:
@@ -30,10 +31,13 @@ def model_name(source: str) -> str:
     if revision is not None:
         return f"{Path(name).name}-{revision.replace('/', '-')}"
     path = Path(os.path.abspath(source))  # does not follow symbolic links
-    path = path.parent if path.suffix == ".json" else path
+    if path.suffix == ".json":
+        path = path.parent
     if path.name == "final":
         return path.parent.name
-    return f"{path.parent.name}-{path.name}" if _CHECKPOINT.fullmatch(path.name) else path.name
+    if _CHECKPOINT.fullmatch(path.name):
+        return f"{path.parent.name}-{path.name}"
+    return path.name
 
 
 def result_name(source: str, workspace: Workspace) -> str:
@@ -50,8 +54,12 @@ def _saved_layout(file: Path) -> Layout | None:
     """Read the layout in a hybrid's config without torch; None if there is none, or if it is damaged."""
     try:
         saved = files.read_json(file, "config")["spkv"]["layout"]
-        reach = {"sinks": saved.get("sinks", 0), "windows": saved.get("windows", {})}
-        return Layout(tuple(saved["heads"]), saved.get("window", 0), **reach)
+        return Layout(
+            tuple(saved["heads"]),
+            saved.get("window", 0),
+            sinks=saved.get("sinks", 0),
+            windows=saved.get("windows", {}),
+        )
     except (UserError, KeyError, TypeError, AttributeError):
         return None
 
@@ -77,11 +85,15 @@ class SizedModel:
 
         source = model or REFERENCE
         size = read_size(source)
-        sizes = (size.positions, size.num_sliding, size.native_windows, size.is_mixture)
-        return cls(model_name(source), source, size.shape, *sizes)
-
-
-LONG = "128k"  # default tokens of a model that supports as many or does not say
+        return cls(
+            name=model_name(source),
+            title=source,
+            shape=size.shape,
+            positions=size.positions,
+            num_sliding=size.num_sliding,
+            native_windows=size.native_windows,
+            is_mixture=size.is_mixture,
+        )
 
 
 def choose_context(
