@@ -1,5 +1,6 @@
 """Find the smallest budget, of heads or memory, whose layout passes, to ``reports/<name>/critical-budget.csv``."""
 
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -310,12 +311,19 @@ def _layouts(
         named = [named_by_memory(layout, percent) for percent, layout in by_percent.items()]
         return {layout.strategy: layout for layout in named}, list(by_percent)
     if files.layouts:
-        by_name = files.layouts
-    else:
-        numbers = parse_budgets(text, table.num_candidates)
-        by_name = budget_curve(table, requirements, numbers).layouts
-    # One for each number of heads, as constraints may not use a budget up; or, as several windows are not ordered by
-    # numbers of heads, one for each memory
+        return _ordered(files.layouts, cost, table)
+    numbers = parse_budgets(text, table.num_candidates)
+    return _ordered(budget_curve(table, requirements, numbers).layouts, cost, table)
+
+
+def _ordered(
+    by_name: Mapping[str, Layout], cost: CacheCost, table: head_scores.HeadScores
+) -> tuple[dict[str, Layout], list[float] | None]:
+    """Return layouts by ascending budget, and their memories in percent if any has several windows.
+
+    There is one for each number of heads, as constraints may not use a budget up; or, as several windows are not
+    ordered by numbers of heads, one for each memory.
+    """
     has_several_windows = any(layout.windows for layout in by_name.values())
     full = cost.full(table.num_heads)
     names: dict[float, str] = {}
@@ -569,8 +577,14 @@ def _about_smaller(result: BudgetResult) -> list[str]:
     elif fails is not None:
         parts.append(f"{fails:g} {'is' if fails == 1 else 'are'} too few")
     unknown = open_budgets(result)
-    if not unknown:
-        return parts
+    if unknown:
+        parts += _about_open(result, unknown)
+    return parts
+
+
+def _about_open(result: BudgetResult, unknown: list[float]) -> list[str]:
+    """Return which budgets are open, and whether more text may decide."""
+    parts = []
     unseen = [budget for budget in unknown if budget not in result.answers]
     note = f" ({_listed(unseen)} not looked at)" if unseen else ""
     if len(unknown) == 1:

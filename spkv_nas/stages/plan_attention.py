@@ -101,10 +101,7 @@ def run(options: AttentionOptions, reporter: progress.Reporter) -> Result:
     shares = [
         formulas.layout_density(subject.shape, layout, subject.native_windows) for layout in layouts
     ]
-    windows = [layout.window for layout in layouts if not layout.windows]
-    if options.density is not None:
-        windows.append(options.window)
-    times, remedy = _times(options, subject, windows, tokens, reporter)
+    times, remedy = _times(options, subject, _windows(options, layouts), tokens, reporter)
     # Compute a row for full attention, each layout, and the density
     costing = _Costing(subject, tokens, times, _item_size(options))
     costs = [costing.full_attention()]
@@ -123,6 +120,14 @@ def run(options: AttentionOptions, reporter: progress.Reporter) -> Result:
         served=served,
     )
     return Result(result, show, document)
+
+
+def _windows(options: AttentionOptions, layouts: Sequence[Layout]) -> list[int]:
+    """Return the windows that times are needed for: of layouts with one window, and of the density."""
+    windows = [layout.window for layout in layouts if not layout.windows]
+    if options.density is not None:
+        windows.append(options.window)
+    return windows
 
 
 def _item_size(options: AttentionOptions) -> int:

@@ -126,13 +126,19 @@ def _argument(function: str, name: str, kind: Any, value: Any) -> Any:
     if "Iterable[str" in str(kind) and not isinstance(value, TokenBlocks):
         value = sources.text_argument(name, value)
     converted = arguments.convert(name, kind, value, _CONVERTERS, _remedy(kind))
-    if isinstance(converted, int) and name in _LEAST and converted < _LEAST[name]:
-        raise errors.UserError(f"{name} must be at least {_LEAST[name]}; found {converted}")
-    if name == "learning_rate" and converted is not None and converted <= 0:
-        raise errors.UserError(f"{name} must be above 0; found {converted}")
-    if name in _PARSERS and converted is not None:
-        _check_parses(function, name, converted)
+    if converted is not None:
+        _check(function, name, converted)
     return converted
+
+
+def _check(function: str, name: str, value: Any) -> None:
+    """Check a converted argument. Raises ``UserError``, which names the parameter."""
+    if isinstance(value, int) and name in _LEAST and value < _LEAST[name]:
+        raise errors.UserError(f"{name} must be at least {_LEAST[name]}; found {value}")
+    if name == "learning_rate" and value <= 0:
+        raise errors.UserError(f"{name} must be above 0; found {value}")
+    if name in _PARSERS:
+        _check_parses(function, name, value)
 
 
 def _remedy(kind: object) -> str:

@@ -217,20 +217,19 @@ def read_inputs(
     folder = workspace.report_dir(table.name)
     results = read_results(folder)
     scores = [file for file in _found(workspace, table, SCORES) if file.rows["heads"].any()]
-    # Layouts that the page has: proposed, scored or searched
+    # Find verdicts on layouts that the page has: proposed, scored or searched
     known = {layout.hash for layout in proposal.layouts.values()}
     for file in scores:
         known |= set(file.rows["hash"])
     if "search" in results:
         known |= set(results["search"]["hash"])
-    # Verdicts on them
     decided = [
         (kind, file)
         for kind in (VERDICT, CRITICAL_BUDGET)
         for file in _found(workspace, table, kind)
         if file.name == table.name or known & _hashes(file)
     ]
-    # Sections of results that other folders have
+    # Make sections of results that other folders have
     number = 0
     for kind, file in [*decided, *((SCORES, file) for file in scores)]:
         if file.path != folder / f"{kind.name}.csv":

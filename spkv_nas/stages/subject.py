@@ -67,12 +67,10 @@ class NLLTable:
     rows: pd.DataFrame  # the table, one row per variant
     folder: Path  # of the table
     num_documents: int  # measured on
-    effective_documents: (
-        float  # number of equally long documents that would give the same standard error
-    )
-    selected_by: tuple[
-        str, ...
-    ] = ()  # what selected a layout on some of these documents, such as "probe mine"
+    # Number of equally long documents that would give the same standard error
+    effective_documents: float
+    # What selected a layout on some of these documents, such as "probe mine"
+    selected_by: tuple[str, ...] = ()
     num_selection: int = 0  # number of these documents
     alarm: str | None = None  # sentence if the scores make no sense (``evaluation.alarms``)
 
@@ -89,7 +87,7 @@ class Subject:
     options: SubjectOptions  # text, block size and device
     # Of the user or a probe, after a document; None or "auto": to be measured
     given_separator: str | None = None
-    # whether tokens see other documents of their block: "joined" or "separate"; None: as a recipe says, and the user's
+    # Whether tokens see other documents of their block: "joined" or "separate"; None: as a recipe says, and the user's
     # own text separately, as documents reach a model, where the model can keep them apart
     documents: str | None = None
 
@@ -103,27 +101,37 @@ class Subject:
     ) -> Subject:
         """Make the subject of options, or the ``default`` model; ``UserError`` if a text to ``purpose`` is missing."""
         source = options.model or default
-        if reads_text and not source.startswith(EMBEDDED_PREFIX) and not options.data:
+        is_embedded = source.startswith(EMBEDDED_PREFIX)
+        if reads_text and not is_embedded and not options.data:
             raise errors.UserError(
                 f"--model needs --data: files or folders with the text to {purpose}"
             )
         family = model_name(source)
-        has_custom_text = bool(options.data) and source.startswith(EMBEDDED_PREFIX)
-        name = source.replace(":", "-") if has_custom_text else family
-        recipe = Recipe.read(EMBEDDED / "recipe.yaml")
-        documents = options.documents if isinstance(options, DocumentOptions) else config.JOINED
+        name = family
+        if is_embedded and options.data:
+            name = source.replace(":", "-")
         return cls(
-            source, family, options.name or name, recipe, EMBEDDED, options, documents=documents
+            source=source,
+            family=family,
+            name=options.name or name,
+            recipe=Recipe.read(EMBEDDED / "recipe.yaml"),
+            base=EMBEDDED,
+            options=options,
+            documents=options.documents if isinstance(options, DocumentOptions) else config.JOINED,
         )
 
     @classmethod
     def of_recipe(cls, options: SubjectOptions, file: Path, checkpoint: Path) -> Subject:
         """Make the subject of a recipe's checkpoint on the recipe's held-out text."""
         recipe = Recipe.read(file)
-        documents = options.documents if isinstance(options, DocumentOptions) else None
-        name = options.name or recipe.name
         return cls(
-            str(checkpoint), recipe.name, name, recipe, file.parent, options, documents=documents
+            source=str(checkpoint),
+            family=recipe.name,
+            name=options.name or recipe.name,
+            recipe=recipe,
+            base=file.parent,
+            options=options,
+            documents=options.documents if isinstance(options, DocumentOptions) else None,
         )
 
     @classmethod
@@ -138,17 +146,23 @@ class Subject:
         """Check without torch that model and text exist, and if ``in_blocks`` that ``max_tokens`` covers a block."""
         check_checkpoint(self.source)
         for source in self.options.data or ():
-            has_chats = readers.check_source(source, Path())
-            folder = resolve(self.source)
-            if has_chats and folder.is_dir() and not chats.may_have_template(folder):
-                raise errors.UserError(chats.no_template(source))
+            self._check_source(source)
         options = self.options
         context = options.block_size  # raises if it is malformed
         length = context if options.data else self.recipe.data.block_size
-        if in_blocks and options.max_tokens is not None and options.max_tokens < (length or 0):
+        if not in_blocks or options.max_tokens is None or length is None:
+            return
+        if options.max_tokens < length:
             raise errors.UserError(
                 f"--max-tokens {options.max_tokens} is less than one block of {length} tokens"
             )
+
+    def _check_source(self, source: str) -> None:
+        """Check that a source of text exists, and that the model has a template for its chats, if it has any."""
+        has_chats = readers.check_source(source, Path())
+        folder = resolve(self.source)
+        if has_chats and folder.is_dir() and not chats.may_have_template(folder):
+            raise errors.UserError(chats.no_template(source))
 
     @cached_property
     def length(self) -> int:
@@ -289,8 +303,9 @@ class Subject:
         from spkv_nas.training.corpus import recipe_separator
 
         options = self.options
-        if self.given_separator not in (None, config.AUTO):
-            return SeparatorReport(str(self.given_separator))
+        given = self.given_separator
+        if given is not None and given != config.AUTO:
+            return SeparatorReport(given)
         if not options.data:
             runs = options.folders.run_dir(self.recipe.name)
             return on_main(
@@ -298,9 +313,8 @@ class Subject:
             )
 
         def measure() -> SeparatorReport:
-            with reporter.bar(
-                "choosing the separator of documents", "kB"
-            ) as progress:  # of repeated text all is read
+            # Of a text that repeats itself all is read
+            with reporter.bar("choosing the separator of documents", "kB") as progress:
                 documents = sources.documents(options.data or (), Path(), progress=progress)
                 return measure_separator(model, tokenizer, documents, self.length)
 
@@ -330,12 +344,19 @@ class Subject:
         if not options.data:
             max_blocks = options.max_tokens and options.max_tokens // length
             return None, self._held_out(tokenizer, max_blocks, separator, reporter)
-        cache = options.folders.run_dir(self.name) / "blocks"
-        read = partial(splits.load_text, options.data, tokenizer, cache, Path(), block_size=length)
-        limits = {"separator": separator.best, "documents": separator.documents}
-        return None, after_main(
-            partial(read, max_tokens=options.max_tokens, reporter=reporter, **limits)
+        read = partial(
+            splits.load_text,
+            options.data,
+            tokenizer,
+            options.folders.run_dir(self.name) / "blocks",
+            Path(),
+            block_size=length,
+            separator=separator.best,
+            documents=separator.documents,
+            max_tokens=options.max_tokens,
+            reporter=reporter,
         )
+        return None, after_main(read)
 
     def _held_out(
         self,
@@ -363,9 +384,8 @@ class Subject:
         if recipe.data.mix is None:
             return text
         total = min(text.num_blocks, max_blocks or text.num_blocks)
-        return corpus.mixed_heldout(
-            recipe, tokenizer, corpus.read_essays(recipe, self.base), text, total
-        )
+        essays = corpus.read_essays(recipe, self.base)
+        return corpus.mixed_heldout(recipe, tokenizer, essays, text, total)
 
     def _split(
         self,
@@ -395,9 +415,8 @@ class Subject:
         self, data: config.DataConfig, separator: separators.SeparatorReport
     ) -> config.DataConfig:
         """Return the description of a text that is read with a separator."""
-        return data.model_copy(
-            update={"separator": separator.best, "documents": separator.documents}
-        )
+        changes = {"separator": separator.best, "documents": separator.documents}
+        return data.model_copy(update=changes)
 
     def _about_length(self) -> str:
         """Return a sentence on the length that was chosen, and why."""
@@ -448,10 +467,14 @@ def tell_own_context(blocks: TokenBlocks, reporter: Reporter) -> None:
     """
     half = blocks.block_size // 2
     before = blocks.own_context
-    share = float((before >= half).mean()) if before.size else 0.0
+    share = 0.0
+    median = 0
+    if before.size:
+        share = float((before >= half).mean())
+        median = int(np.median(before))
     sentence = (
         f"{100 * share:.0f} % of the tokens have {half:,} or more of their own document before them, the median "
-        f"{int(np.median(before)) if before.size else 0:,}"
+        f"{median:,}"
     )
     if share >= FAR_SHARE:
         reporter.announce(sentence)
@@ -466,10 +489,10 @@ def check_pair(model: str, against: str | None) -> None:
     """Raise ``UserError`` if two checkpoints differ in their tokenizer, before anything large is read."""
     from spkv_nas.model.checkpoint import load_tokenizer
 
-    if (
-        against is not None
-        and len({block_files.fingerprint(load_tokenizer(each)) for each in (model, against)}) > 1
-    ):
+    if against is None:
+        return
+    fingerprint = block_files.fingerprint(load_tokenizer(model))
+    if block_files.fingerprint(load_tokenizer(against)) != fingerprint:
         raise errors.UserError(
             f"--against {against} has a different tokenizer: results are comparable only on the same tokens"
         )
