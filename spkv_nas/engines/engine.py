@@ -15,60 +15,26 @@ transformers.
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from spkv_nas.base import errors, units
+from spkv_nas.engines.forms import UNTRIED
+from spkv_nas.engines.outcome import Cell, Outcome
+from spkv_nas.engines.settings import Settings, untried_settings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-Settings = Mapping[
-    str, tuple[Any, ...] | None
-]  # the values of a config's key that were tried; None: any
-
-
-class Outcome(Enum):
-    """Name what an engine does with a form."""
-
-    EXACT = "exact"
-    REFUSED = "refused"
-    DENSE = "dense"
-    DIFFERENT = "different"
-    UNTRIED = "not tried"
-    UNCHECKED = "not checked"
-
-
-@dataclass(frozen=True)
-class Cell:
-    """State what one engine does with one form."""
-
-    # exact: it computes the hybrid; refused: it stops with an error; dense, different: it computes something else
-    # without an error; not checked: exact with other settings
-    outcome: Outcome
-    note: str = ""  # what that takes, such as an option of the engine
-    is_read: bool = False  # whether it was read in the engine's source, and not run
-
-    def __str__(self) -> str:
-        """Return the outcome and its notes, such as "exact (with --model-impl transformers)"."""
-        notes = [note for note in (self.note, "read, not run" if self.is_read else "") if note]
-        return f"{self.outcome.value} ({'; '.join(notes)})" if notes else self.outcome.value
-
-
 PROGRAMS = Path(__file__).with_name("programs")
-EXACT = Cell(Outcome.EXACT)
-REFUSED = Cell(Outcome.REFUSED)
-UNTRIED = Cell(Outcome.UNTRIED)
 
 
 @dataclass(frozen=True)
 class Program:
     """Program that runs an engine on a folder, in an environment of its own."""
 
-    name: (
-        str  # its file in ``programs/``, which defines ``run``; a package gives the path of its own
-    )
+    # Its file in ``programs/``, which defines ``run``; a package gives the path of its own
+    name: str
     package: str  # Python package of the engine
     converts: bool = False  # whether users convert the exported folder for it first
     registers_type: bool = False  # whether the model type ``spkv`` needs ``import spkv_nas`` there
@@ -85,15 +51,15 @@ class Engine:
     name: str  # name on the command line
     title: str  # name and version in sentences
     run_in: str | None = None  # name and version of what it was run in, if that is another package
-    # what it does with forms, by name; those that are missing were not tried
+    # What it does with forms, by name; those that are missing were not tried
     outcomes: ClassVar[Mapping[str, Cell]] = {}
-    # settings that it was run with besides the defaults, by model type of the form
+    # Settings that it was run with besides the defaults, by model type of the form
     tried: ClassVar[Mapping[str, Settings]] = {}
-    # forms that it would run dense, were they not written with the key of ``guard``
+    # Forms that it would run dense, were they not written with the key of ``guard``
     ignores_windows: tuple[str, ...] = ()
     # Key of ``config.json`` that only this engine reads; None: none is known or needed
     guard_key: str | None = None
-    # program that ``serve-check`` and ``export --check`` run it with; None: there is none
+    # Program that ``serve-check`` and ``export --check`` run it with; None: there is none
     program: Program | None = None
 
     @property
@@ -108,104 +74,13 @@ class Engine:
     def cell(self, form: str, config: "PreTrainedConfig") -> Cell:
         """Return what the engine does with a form of a model with the settings of ``config``."""
         cell = self.outcomes.get(form, UNTRIED)
-        if cell.outcome is Outcome.EXACT:
-            kind = f"spkv {config.model_type}" if form.startswith("spkv") else config.model_type
-            if settings := untried_settings(config, self.tried.get(kind)):
-                return Cell(Outcome.UNCHECKED, f"with {', '.join(settings)}")
+        if cell.outcome is not Outcome.EXACT:
+            return cell
+        kind = f"spkv {config.model_type}" if form.startswith("spkv") else config.model_type
+        settings = untried_settings(config, self.tried.get(kind))
+        if settings:
+            return Cell(Outcome.UNCHECKED, f"with {', '.join(settings)}")
         return cell
-
-
-# Forms of families that have a window in all but every n-th layer, by n; engines that ignore layer_types assume it
-PERIODS = {"gemma3_text": 6, "cohere2": 4, "gpt_oss": 2}
-OTHER_LAYERS = " with other layers"
-SPKV_FORMS = (
-    "spkv", "spkv with a sink token",
-    "spkv with several sink tokens", "spkv with both kinds of sinks", "spkv with more than 3 windows",
-)  # fmt: skip
-OLDER_ROPE_KEYS = (
-    "rope_theta",
-    "rope_local_base_freq",
-    "rope_scaling",
-)  # of transformers 4, beside rope_parameters
-
-
-def form_name(model_type: str, layer_types: Sequence[str]) -> str:
-    """Return the form of a native architecture: its model type, and whether its layers are not those of its family."""
-    period = PERIODS.get(model_type)
-    is_stock = period is None or all(
-        (kind == "full_attention") == ((layer + 1) % period == 0)
-        for layer, kind in enumerate(layer_types)
-    )
-    return model_type if is_stock else f"{model_type}{OTHER_LAYERS}"
-
-
-# Names of settings that engines' ``tried`` share
-SCALED = ("linear", "llama3", "yarn")
-BASES = ("rope_theta", "sliding_rope_theta")
-MULTIPLIERS = (
-    "attention_multiplier",
-    "embedding_multiplier",
-    "logits_scaling",
-    "residual_multiplier",
-)
-# Settings without effect on logits, sizes, and parameters of the RoPE types above: tried with any value
-_ANY_VALUE = {
-    *OLDER_ROPE_KEYS[1:], "spkv", "model_type", "layer_types", "sliding_window", "sliding_window_pattern",
-    "_sliding_window_pattern", "use_sliding_window", "max_window_layers", "no_rope_layer_interval",
-    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-    "head_dim", "num_local_experts", "num_experts_per_tok", "max_position_embeddings", "rms_norm_eps", "layer_norm_eps",
-    "factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow",
-    "attention_dropout", "router_aux_loss_coef", "output_router_logits", "initializer_range", "use_cache", "dtype",
-    "pad_token_id", "bos_token_id", "eos_token_id", "architectures", "transformers_version", "_name_or_path",
-    "output_attentions", "output_hidden_states", "return_dict", "pretraining_tp", "id2label", "label2id",
-    "problem_type", "chunk_size_feed_forward", "cache_implementation", "model_file", "lm_config",
-}  # fmt: skip
-_SLIDING = "sliding_"  # prefix of the RoPE settings of sliding layers, where they have their own
-_PER_LAYER = ("layer_rope_theta", "no_rope_layers")  # lists, compared by the values in them
-
-
-def tried_with(*any_value: str, **values: tuple[Any, ...]) -> Settings:
-    """Return settings that were tried with any value, and those that were tried with some."""
-    return dict.fromkeys(any_value) | values
-
-
-def untried_settings(config: "PreTrainedConfig", tried: Settings | None) -> list[str]:
-    """Return the settings of a config that are neither defaults of its class nor ``tried``; None: no model was.
-
-    A key that the class does not declare is off if it is false.
-    """
-    if tried is None:
-        return [f"model type {config.model_type}"]
-    # Compare with the defaults of the class, leaving out settings that may have any value
-    defaults = {"partial_rotary_factor": 1.0} | _flat(type(config)())
-    unusual = {
-        key: value
-        for key, value in _flat(config).items()
-        if value != defaults.get(key)
-        and (value or key in defaults)
-        and not {key, key.removeprefix(_SLIDING)} & _ANY_VALUE
-    }
-    # A key that is not in the table has no values that were tried
-    return [
-        f"{key} {value}"
-        for key, value in unusual.items()
-        if (values := tried.get(key, ())) is not None and value not in values
-    ]
-
-
-def _flat(config: "PreTrainedConfig") -> dict[str, Any]:
-    """Return the settings of a config with those of its RoPE among them, and apart those of sliding layers alone."""
-    settings = config.to_dict()
-    rotary = settings.pop("rope_parameters", None) or {}
-    local, rotary = rotary.get("sliding_attention", {}), rotary.get("full_attention", rotary)
-    is_shared = local.get("rope_theta") == rotary.get("rope_theta")
-    local = {
-        f"{_SLIDING}{key}": value
-        for key, value in local.items()
-        if key != "rope_theta" or not is_shared
-    }
-    settings |= rotary | local
-    return {key: sorted(set(x)) if key in _PER_LAYER and x else x for key, x in settings.items()}
 
 
 @dataclass(frozen=True)
@@ -288,8 +163,9 @@ class PlannedEngine(Engine, ABC):
         """Raise ``UserError``, with ``advice``, if local heads have more windows than the engine serves."""
         if num_windows > self.max_windows:
             raise errors.UserError(
-                f"{self.title} serves at most {self.max_windows} windows of local heads, each in pages of its own, but "
-                f"the layout has {num_windows}\n{advice}"
+                f"{self.title} serves at most {self.max_windows} windows of local heads, each in "
+                f"pages of its own, but the layout has {num_windows}\n"
+                f"{advice}"
             )
 
 

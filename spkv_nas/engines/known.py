@@ -2,18 +2,18 @@
 
 from typing import TYPE_CHECKING, ClassVar
 
-from spkv_nas.engines import engine
-from spkv_nas.engines.engine import (
+from spkv_nas.engines.engine import Engine, Program
+from spkv_nas.engines.forms import (
     EXACT,
+    NATIVE_FORMS,
     OTHER_LAYERS,
+    PERIODS,
     REFUSED,
     SPKV_FORMS,
-    Cell,
-    Engine,
-    Outcome,
-    Program,
-    tried_with,
+    UNTRIED,
 )
+from spkv_nas.engines.outcome import Cell, Outcome
+from spkv_nas.engines.settings import BASES, SCALED, tried_with
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -24,17 +24,21 @@ class Transformers(Engine):
 
     name = "transformers"
     title = "transformers 5.23.0"
-    outcomes = dict.fromkeys(
-        ("ministral", "qwen2", "qwen3", "gemma3_text", f"gemma3_text{OTHER_LAYERS}", "olmo3", "smollm3", "cohere2",
-         f"cohere2{OTHER_LAYERS}", "exaone4", "gpt_oss", f"gpt_oss{OTHER_LAYERS}", "granite_swa"), EXACT,
-    ) | dict.fromkeys(
-        SPKV_FORMS, Cell(Outcome.EXACT, "with trust_remote_code=True, without saving memory; refused otherwise")
-    )  # fmt: skip
+    outcomes: ClassVar = {
+        **dict.fromkeys(NATIVE_FORMS, EXACT),
+        **dict.fromkeys(
+            SPKV_FORMS,
+            Cell(
+                Outcome.EXACT,
+                "with trust_remote_code=True, without saving memory; refused otherwise",
+            ),
+        ),
+    }
     program = Program("run_transformers.py", "transformers", registers_type=True)
 
     def cell(self, form: str, config: "PreTrainedConfig") -> Cell:
         """Return what it does with a form, whatever the settings: every export is compared with it."""
-        return self.outcomes.get(form, engine.UNTRIED)
+        return self.outcomes.get(form, UNTRIED)
 
 
 class ContinuousBatching(Engine):
@@ -42,11 +46,18 @@ class ContinuousBatching(Engine):
 
     name = "continuous-batching"
     title = "transformers 5.23.0 continuous batching"
-    outcomes = dict.fromkeys(
-        ("ministral", "qwen2", "qwen3", f"gemma3_text{OTHER_LAYERS}", "olmo3"), EXACT
-    ) | dict.fromkeys(SPKV_FORMS, REFUSED)
-    tried = dict.fromkeys(("ministral", "qwen2", "qwen3", "gemma3_text"), tried_with()) | {
-        "olmo3": tried_with(rope_theta=(10_000.0,))
+    outcomes: ClassVar = {
+        **dict.fromkeys(
+            ("ministral", "qwen2", "qwen3", f"gemma3_text{OTHER_LAYERS}", "olmo3"), EXACT
+        ),
+        **dict.fromkeys(SPKV_FORMS, REFUSED),
+    }
+    tried: ClassVar = {
+        "ministral": tried_with(),
+        "qwen2": tried_with(),
+        "qwen3": tried_with(),
+        "gemma3_text": tried_with(),
+        "olmo3": tried_with(rope_theta=(10_000.0,)),
     }
 
 
@@ -55,14 +66,19 @@ class Mlx(Engine):
 
     name = "mlx"
     title = "mlx-lm 0.32.2"
-    outcomes = dict.fromkeys(
-        ("ministral", "qwen2", "qwen3", f"gemma3_text{OTHER_LAYERS}", f"cohere2{OTHER_LAYERS}", "exaone4",
-         "granite_swa", *SPKV_FORMS), REFUSED,
-    ) | {
+    outcomes: ClassVar = {
+        "ministral": REFUSED,
+        "qwen2": REFUSED,
+        "qwen3": REFUSED,
+        f"gemma3_text{OTHER_LAYERS}": REFUSED,
+        f"cohere2{OTHER_LAYERS}": REFUSED,
+        "exaone4": REFUSED,
+        "granite_swa": REFUSED,
+        **dict.fromkeys(SPKV_FORMS, REFUSED),
         "gemma3_text": Cell(Outcome.EXACT, "tokens equal, log-probabilities within 4e-4"),
         "olmo3": EXACT,
         "smollm3": Cell(Outcome.EXACT, "without saving memory: its cache keeps all keys"),
-    }  # fmt: skip
+    }
     tried: ClassVar = {
         "smollm3": tried_with(
             "rope_theta",
@@ -70,13 +86,13 @@ class Mlx(Engine):
             "attention_bias",
             "mlp_bias",
             "no_rope_layers",
-            rope_type=engine.SCALED,
+            rope_type=SCALED,
         ),
         "olmo3": tried_with(
             "rope_theta", "tie_word_embeddings", "attention_bias", rope_type=("yarn",)
         ),
         "gemma3_text": tried_with(
-            *engine.BASES, "query_pre_attn_scalar", "tie_word_embeddings", rope_type=engine.SCALED
+            *BASES, "query_pre_attn_scalar", "tie_word_embeddings", rope_type=SCALED
         ),
     }
     ignores_windows = ("qwen2", "qwen3", f"gemma3_text{OTHER_LAYERS}", f"cohere2{OTHER_LAYERS}")
@@ -90,14 +106,22 @@ class LlamaCpp(Engine):
     name = "llamacpp"
     title = "llama.cpp"
     run_in = "llama-cpp-python 0.3.36"
-    outcomes = dict.fromkeys(
-        ("ministral", "qwen2", "qwen3", f"gemma3_text{OTHER_LAYERS}", "smollm3", f"cohere2{OTHER_LAYERS}", "exaone4",
-         *SPKV_FORMS), REFUSED,
-    ) | {
-        **dict.fromkeys(("gemma3_text", "olmo3"), EXACT),
+    outcomes: ClassVar = {
+        "ministral": REFUSED,
+        "qwen2": REFUSED,
+        "qwen3": REFUSED,
+        f"gemma3_text{OTHER_LAYERS}": REFUSED,
+        "smollm3": REFUSED,
+        f"cohere2{OTHER_LAYERS}": REFUSED,
+        "exaone4": REFUSED,
+        **dict.fromkeys(SPKV_FORMS, REFUSED),
+        "gemma3_text": EXACT,
+        "olmo3": EXACT,
         f"gpt_oss{OTHER_LAYERS}": Cell(Outcome.REFUSED, is_read=True),
-        "granite_swa": Cell(Outcome.EXACT, "refused where head_dim is not hidden_size / num_attention_heads"),
-    }  # fmt: skip
+        "granite_swa": Cell(
+            Outcome.EXACT, "refused where head_dim is not hidden_size / num_attention_heads"
+        ),
+    }
     tried: ClassVar = {
         "gemma3_text": tried_with(),
         "olmo3": tried_with(rope_theta=(10_000.0,)),
@@ -108,7 +132,7 @@ class LlamaCpp(Engine):
         "qwen3",
         "smollm3",
         "exaone4",
-        *(f"{kind}{OTHER_LAYERS}" for kind in engine.PERIODS),
+        *(f"{kind}{OTHER_LAYERS}" for kind in PERIODS),
     )
     guard_key = "lm_config"
     program = Program("run_llamacpp.py", "llama_cpp", converts=True)
@@ -123,12 +147,16 @@ class OpenVino(Engine):
 
     name = "openvino"
     title = "OpenVINO GenAI 2026.4.1"
-    outcomes = dict.fromkeys(
-        ("ministral", "gemma3_text", f"gemma3_text{OTHER_LAYERS}", "olmo3", *SPKV_FORMS), REFUSED
-    ) | dict.fromkeys(
-        ("qwen2", "qwen3"), Cell(Outcome.EXACT, "run without the keys lm_config and model_file")
-    )
-    tried = dict.fromkeys(("qwen2", "qwen3"), tried_with())
+    outcomes: ClassVar = {
+        **dict.fromkeys(
+            ("ministral", "gemma3_text", f"gemma3_text{OTHER_LAYERS}", "olmo3", *SPKV_FORMS),
+            REFUSED,
+        ),
+        **dict.fromkeys(
+            ("qwen2", "qwen3"), Cell(Outcome.EXACT, "run without the keys lm_config and model_file")
+        ),
+    }
+    tried: ClassVar = {"qwen2": tried_with(), "qwen3": tried_with()}
 
 
 class OnnxRuntime(OpenVino):
@@ -147,6 +175,3 @@ class Sglang(Engine):
         "ministral": Cell(Outcome.DIFFERENT, "one key more than the window", is_read=True),
         **dict.fromkeys(("qwen2", "qwen3"), Cell(Outcome.DENSE, is_read=True)),
     }
-
-
-FORMS = tuple(Transformers.outcomes)  # all that export writes

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from spkv_nas.base import errors, limits, registry, units
 from spkv_nas.engines import known, vllm
-from spkv_nas.engines.engine import Engine, Outcome, PlannedEngine, Serving
+from spkv_nas.engines.engine import Engine, PlannedEngine, Serving
+from spkv_nas.engines.outcome import Outcome
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -78,13 +79,13 @@ def checked_engines() -> tuple[str, ...]:
 def guards(form: str) -> dict[str, Any]:
     """Return keys of ``config.json`` that stop the loaders of engines which would ignore the windows of a form."""
     family = form.partition(" ")[0]
-    return {
-        engine.guard_key: engine.guard(
-            f"layer_types of {family} are ignored by {engine.title.partition(' ')[0]}"
-        )
-        for engine in ENGINES
-        if engine.guard_key is not None and form in engine.ignores_windows
-    }
+    keys = {}
+    for engine in ENGINES:
+        if engine.guard_key is not None and form in engine.ignores_windows:
+            engine_name = engine.title.partition(" ")[0]
+            reason = f"layer_types of {family} are ignored by {engine_name}"
+            keys[engine.guard_key] = engine.guard(reason)
+    return keys
 
 
 def outcomes(form: str, config: "PreTrainedConfig") -> dict[str, str]:
@@ -98,7 +99,8 @@ def serve_command(cells: Mapping[str, str], folder: str) -> str | None:
     if not cell.startswith(Outcome.EXACT.value):
         return None
     option = "--model-impl transformers"
-    return f"vllm serve {folder}{f' {option}' if option in cell else ''}"
+    command = f"vllm serve {folder}"
+    return f"{command} {option}" if option in cell else command
 
 
 def objection(form: str, config: "PreTrainedConfig", name: str) -> str | None:

@@ -25,8 +25,10 @@ from dataclasses import dataclass, replace
 from math import gcd
 from typing import ClassVar
 
-from spkv_nas.engines import engine
-from spkv_nas.engines.engine import CachePlan, Cell, Outcome, PlannedEngine, ServedCache, tried_with
+from spkv_nas.engines.engine import CachePlan, PlannedEngine, Program, ServedCache
+from spkv_nas.engines.forms import EXACT, OTHER_LAYERS, REFUSED, SPKV_FORMS
+from spkv_nas.engines.outcome import Cell, Outcome
+from spkv_nas.engines.settings import BASES, MULTIPLIERS, SCALED, tried_with
 
 _FEW_PADDING = 1.5  # the largest bucket sets the size of groups below this multiple of the smallest
 _SINK_TOKEN = 0  # in place of a window: the cache of first tokens alone
@@ -53,36 +55,40 @@ def count_parts(windows: Sequence[Sequence[int | None]], unit: int) -> Counter[P
 def choose_unit(cache: ServedCache, windows: Sequence[Sequence[int | None]]) -> int:
     """Return the heads of a unit, or 0 to split layers by kind, whichever needs less cache for the longest request."""
     unit = gcd(*(num_heads for row in windows for num_heads in Counter(row).values()))
-    units, by_kind = (
-        plan_parts(cache, count_parts(windows, size)).request_bytes for size in (unit, 0)
-    )
-    return unit if units < by_kind else 0
+    units = plan_parts(cache, count_parts(windows, unit))
+    by_kind = plan_parts(cache, count_parts(windows, 0))
+    return unit if units.request_bytes < by_kind.request_bytes else 0
 
 
 def plan_parts(cache: ServedCache, parts: Mapping[Part, int]) -> CachePlan:
     """Plan the cache of a model with these numbers of parts."""
     # Add the caches of first tokens
     buckets = Counter(parts)
-    for part, count in parts.items() if cache.sinks else ():
-        if part.window is not None:
-            buckets[replace(part, window=_SINK_TOKEN)] += count
-    # Bring all pages to one size
-    most_heads = max(part.num_heads for part in buckets)
-    page_sizes = {
-        part: cache.page_size * (1 if most_heads % part.num_heads else most_heads // part.num_heads)
-        for part in buckets
-    }
+    if cache.sinks:
+        for part, count in parts.items():
+            if part.window is not None:
+                buckets[replace(part, window=_SINK_TOKEN)] += count
     # Split buckets into groups of one size
     group_size = min(buckets.values())
     largest = max(buckets.values())
     if largest < group_size * _FEW_PADDING:
         group_size = largest
-    # Count the pages of a request of maximum length
-    request_pages = sum(
-        -(-count // group_size) * _group_pages(cache, part.window, page_sizes[part])
-        for part, count in buckets.items()
-    )
-    return CachePlan(group_size * cache.page_size * most_heads * cache.head_bytes, request_pages)
+    # Bring all pages to one size, and count those of a request of maximum length
+    most_heads = max(part.num_heads for part in buckets)
+    request_pages = 0
+    for part, count in buckets.items():
+        page_size = cache.page_size
+        if most_heads % part.num_heads == 0:
+            page_size *= most_heads // part.num_heads
+        num_groups = _ceil_divide(count, group_size)
+        request_pages += num_groups * _group_pages(cache, part.window, page_size)
+    page_bytes = group_size * cache.page_size * most_heads * cache.head_bytes
+    return CachePlan(page_bytes, request_pages)
+
+
+def _ceil_divide(number: int, size: int) -> int:
+    """Return how many parts of a size hold a number."""
+    return -(-number // size)
 
 
 def _group_pages(cache: ServedCache, window: int | None, page_size: int) -> int:
@@ -90,8 +96,9 @@ def _group_pages(cache: ServedCache, window: int | None, page_size: int) -> int:
     if window == _SINK_TOKEN:
         return 1
     if window is None:
-        return -(-cache.context // page_size)
-    return -(-min(window - 1 + cache.in_flight, cache.context) // page_size) + 1
+        return _ceil_divide(cache.context, page_size)
+    num_kept = min(window - 1 + cache.in_flight, cache.context)
+    return _ceil_divide(num_kept, page_size) + 1
 
 
 class Vllm(PlannedEngine):
@@ -101,64 +108,95 @@ class Vllm(PlannedEngine):
     title = "vLLM 0.32"
     outcomes: ClassVar = {
         **dict.fromkeys(
-            ("ministral", "gemma3_text", "olmo3", "smollm3", "exaone4", "granite_swa"), engine.EXACT
+            ("ministral", "gemma3_text", "olmo3", "smollm3", "exaone4", "granite_swa"), EXACT
         ),
-        f"gemma3_text{engine.OTHER_LAYERS}": engine.EXACT,
+        f"gemma3_text{OTHER_LAYERS}": EXACT,
         **dict.fromkeys(
             ("qwen2", "qwen3"),
             Cell(Outcome.EXACT, "with --model-impl transformers; refused without"),
         ),
         **dict.fromkeys(
-            ("cohere2", f"cohere2{engine.OTHER_LAYERS}"),
+            ("cohere2", f"cohere2{OTHER_LAYERS}"),
             Cell(
                 Outcome.DIFFERENT,
                 "one key more than the window; exact with --model-impl transformers",
             ),
         ),
         **dict.fromkeys(
-            engine.SPKV_FORMS[:2],
+            SPKV_FORMS[:2],
             Cell(Outcome.EXACT, "with spkv-nas in its environment; refused otherwise"),
         ),
-        **dict.fromkeys(engine.SPKV_FORMS[2:], engine.REFUSED),
+        **dict.fromkeys(SPKV_FORMS[2:], REFUSED),
     }
     tried: ClassVar = {
         "ministral": tried_with(
-            "rope_theta", "tie_word_embeddings", "partial_rotary_factor", "attention_factor", rope_type=engine.SCALED,
+            "rope_theta",
+            "tie_word_embeddings",
+            "partial_rotary_factor",
+            "attention_factor",
+            rope_type=SCALED,
             hidden_act=("gelu",),
         ),
-        "qwen2": tried_with("rope_theta", "tie_word_embeddings", "attention_factor", rope_type=("yarn",)),
-        "qwen3": tried_with("rope_theta", "tie_word_embeddings", "attention_factor", rope_type=engine.SCALED),
-        "gemma3_text": tried_with(
-            *engine.BASES, "query_pre_attn_scalar", "tie_word_embeddings", "final_logit_softcapping", "attention_bias",
-            rope_type=engine.SCALED, sliding_rope_type=("linear",), hidden_activation=("gelu",),
+        "qwen2": tried_with(
+            "rope_theta", "tie_word_embeddings", "attention_factor", rope_type=("yarn",)
         ),
-        "olmo3": tried_with(*engine.BASES, rope_type=("yarn",), sliding_rope_type=("yarn",)),
+        "qwen3": tried_with(
+            "rope_theta", "tie_word_embeddings", "attention_factor", rope_type=SCALED
+        ),
+        "gemma3_text": tried_with(
+            *BASES,
+            "query_pre_attn_scalar",
+            "tie_word_embeddings",
+            "final_logit_softcapping",
+            "attention_bias",
+            rope_type=SCALED,
+            sliding_rope_type=("linear",),
+            hidden_activation=("gelu",),
+        ),
+        "olmo3": tried_with(*BASES, rope_type=("yarn",), sliding_rope_type=("yarn",)),
         "smollm3": tried_with(
-            "rope_theta", "tie_word_embeddings", "attention_bias", "no_rope_layers", rope_type=("llama3", "yarn")
+            "rope_theta",
+            "tie_word_embeddings",
+            "attention_bias",
+            "no_rope_layers",
+            rope_type=("llama3", "yarn"),
         ),
         "exaone4": tried_with(rope_type=("llama3",)),
         "granite_swa": tried_with(
-            *engine.MULTIPLIERS, "rope_theta", "layer_rope_theta", "tie_word_embeddings", "attention_bias", "mlp_bias",
-            rope_type=engine.SCALED,
+            *MULTIPLIERS,
+            "rope_theta",
+            "layer_rope_theta",
+            "tie_word_embeddings",
+            "attention_bias",
+            "mlp_bias",
+            rope_type=SCALED,
         ),
         # Plug-in: by the model type of the weights
-        "spkv llama": tried_with("rope_theta", "tie_word_embeddings", "attention_factor", rope_type=engine.SCALED),
+        "spkv llama": tried_with(
+            "rope_theta", "tie_word_embeddings", "attention_factor", rope_type=SCALED
+        ),
         "spkv mistral": tried_with("rope_theta", "tie_word_embeddings"),
         "spkv ministral": tried_with(),
         "spkv phi3": tried_with("rope_theta", "tie_word_embeddings"),
-        "spkv qwen2": tried_with("rope_theta", "tie_word_embeddings", "attention_factor", rope_type=("yarn",)),
+        "spkv qwen2": tried_with(
+            "rope_theta", "tie_word_embeddings", "attention_factor", rope_type=("yarn",)
+        ),
         "spkv qwen3": tried_with(
             "rope_theta", "tie_word_embeddings", "attention_factor", rope_type=("llama3", "yarn")
         ),
         "spkv gemma3_text": tried_with(
-            *engine.BASES, "query_pre_attn_scalar", "tie_word_embeddings", rope_type=("linear", "llama3")
+            *BASES, "query_pre_attn_scalar", "tie_word_embeddings", rope_type=("linear", "llama3")
         ),
-        "spkv granite": tried_with(*engine.MULTIPLIERS, "rope_theta", "tie_word_embeddings", "attention_bias"),
+        "spkv granite": tried_with(
+            *MULTIPLIERS, "rope_theta", "tie_word_embeddings", "attention_bias"
+        ),
         "spkv olmo2": tried_with("rope_theta"),
         "spkv olmo3": tried_with("rope_theta", rope_type=("yarn",), sliding_rope_type=("yarn",)),
-        "spkv smollm3": tried_with("rope_theta", "tie_word_embeddings", "no_rope_layers", rope_type=("llama3",)),
-    }  # fmt: skip
-    program = engine.Program("run_vllm.py", "vllm")
+        "spkv smollm3": tried_with(
+            "rope_theta", "tie_word_embeddings", "no_rope_layers", rope_type=("llama3",)
+        ),
+    }
+    program = Program("run_vllm.py", "vllm")
     evidence = "equal to vLLM's report of its capacity"
     note = "layouts per head take the memory of whole layers with as many global heads"
     page_size = 16  # DEFAULT_BLOCK_SIZE on GPUs; 128 on CPUs
@@ -175,11 +213,12 @@ class Vllm(PlannedEngine):
         """Plan the cache of a layout, split by kind or into the largest units, whichever takes less memory."""
         unit = choose_unit(cache, windows)
         plan = plan_parts(cache, count_parts(windows, unit))
-        if all(len({*row}) == 1 for row in windows):
+        if all(len(set(row)) == 1 for row in windows):
             return plan
-        return replace(
-            plan, form=f"units of {unit} head{'s' if unit > 1 else ''}" if unit else "split by kind"
-        )
+        form = "split by kind"
+        if unit:
+            form = f"units of {unit} head{'s' if unit > 1 else ''}"
+        return replace(plan, form=form)
 
 
 VLLM = Vllm()

@@ -27,7 +27,7 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.local_layers import takes_sinks
 from spkv_nas.base.errors import UserError, first_line
 from spkv_nas.base.files import StrPath
-from spkv_nas.engines.engine import PROGRAMS
+from spkv_nas.engines.engine import PROGRAMS, Program
 from spkv_nas.engines.registry import ENGINES, checked_engines
 from spkv_nas.model import checkpoint, config_section, custom_model_type, model_shape, modes
 from spkv_nas.model.attention import GLOBAL_WINDOW, LayerState, layer_states
@@ -87,8 +87,8 @@ class EngineCheck:
             verdict = "computes something else"
         lines = [
             f"{self.engine}: {verdict}",
-            f"{self.num_prompt} prompt tokens, {self.reach}: {self.num_equal} of {self.num_new} greedy tokens "
-            f"equal, log-probabilities within {self.difference:.2g} nats",
+            f"{self.num_prompt} prompt tokens, {self.reach}: {self.num_equal} of {self.num_new} "
+            f"greedy tokens equal, log-probabilities within {self.difference:.2g} nats",
             _would_show("the layout", self.dense_difference),
         ]
         if self.sink_difference is not None:
@@ -229,6 +229,15 @@ class _Reference:
         state = self.states[layer]
         return GLOBAL_WINDOW if state.is_always_local else state.checkpoint_window
 
+    def alternatives(self, layer: int) -> list[tuple[int, ...]]:
+        """Return the windows of a layer whose heads are all of one kind, or of which one is of another kind."""
+        row = self.windows[layer]
+        kinds = [*self.layout.legend.values(), self.whole(layer)]
+        rows = {(kind,) * len(row) for kind in kinds}
+        for head in range(len(row)):
+            rows |= {(*row[:head], kind, *row[head + 1 :]) for kind in kinds}
+        return sorted(rows)
+
     def describe(self, changed: Windows) -> list[str]:
         """Describe each layer whose windows differ from the layout's, by the letters of its heads."""
         lines = []
@@ -298,13 +307,9 @@ def _findings(
         return ["the engine runs no windows in every layer"]
     if reference.has_sinks and explains(windows, sinks=0):
         return ["the engine runs local heads without the sink tokens"]
-    # One layer with equal windows, or with one head of another kind
-    for layer, row in enumerate(windows):
-        kinds = [*reference.layout.legend.values(), reference.whole(layer)]
-        alternatives = {(kind,) * len(row) for kind in kinds}
-        for head in range(len(row)):
-            alternatives |= {(*row[:head], kind, *row[head + 1 :]) for kind in kinds}
-        for other in sorted(alternatives):
+    # Other windows in one layer
+    for layer in range(len(windows)):
+        for other in reference.alternatives(layer):
             changed = (*windows[:layer], other, *windows[layer + 1 :])
             if explains(changed):
                 return reference.describe(changed)
@@ -323,9 +328,10 @@ def _prompt(model: PreTrainedModel, window: int, length: int | None) -> list[int
     length = length or min(widest + _BEYOND, positions - _STEPS)
     if not window < length <= positions - _STEPS:
         raise UserError(
-            f"a prompt of {length:,} tokens: it must be longer than the window of {window}, and at most "
-            f"{positions - _STEPS:,} tokens, so that {_STEPS} new ones fit in the model's {positions:,} positions; "
-            "within the window full attention computes the same, so that a check proves nothing\n"
+            f"a prompt of {length:,} tokens: it must be longer than the window of {window}, and "
+            f"at most {positions - _STEPS:,} tokens, so that {_STEPS} new ones fit in the model's "
+            f"{positions:,} positions; within the window full attention computes the same, so "
+            "that a check proves nothing\n"
             "choose another --prompt-tokens"
         )
     # Draw the tokens
@@ -349,14 +355,10 @@ def _ask(folder: Path, engine: str, prompt: list[int], python: StrPath | None) -
         )
     if python == sys.executable and importlib.util.find_spec(program.package) is None:
         raise UserError(
-            f"{program.package} is not installed here\nname the Python of its environment with --python"
+            f"{program.package} is not installed here\n"
+            "name the Python of its environment with --python"
         )
-    # Join the parts of the program
-    texts = [file.read_text(encoding="utf-8") for file in (_MAIN, program.file)]
-    text = "\n".join(["import sys", *texts, "main(run, *sys.argv[1:])"])
-    model_type = json.loads((folder / "config.json").read_text())["model_type"]
-    if program.registers_type and model_type == custom_model_type.CUSTOM_MODEL_TYPE:
-        text = f"import spkv_nas\n{text}"
+    text = _program_text(program, folder)
     # Run it in a scratch folder
     with tempfile.TemporaryDirectory() as scratch:
         request = Path(scratch) / "request.json"
@@ -390,6 +392,16 @@ def _ask(folder: Path, engine: str, prompt: list[int], python: StrPath | None) -
         reason = _reason(result["error"], program.converts, python)
         raise UserError(f"{engine} does not run {folder}: {reason}")
     return result
+
+
+def _program_text(program: Program, folder: Path) -> str:
+    """Join the parts of the program that runs an engine on a folder."""
+    texts = [file.read_text(encoding="utf-8") for file in (_MAIN, program.file)]
+    text = "\n".join(["import sys", *texts, "main(run, *sys.argv[1:])"])
+    model_type = json.loads((folder / "config.json").read_text())["model_type"]
+    if program.registers_type and model_type == custom_model_type.CUSTOM_MODEL_TYPE:
+        return f"import spkv_nas\n{text}"
+    return text
 
 
 def _reason(error: str, converts: bool, python: str) -> str:

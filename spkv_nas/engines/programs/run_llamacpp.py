@@ -40,12 +40,12 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
     logits = model.scores[: model.n_tokens].astype(np.float64)
     highest = logits.max(-1, keepdims=True)
     logprobs = logits - highest - np.log(np.exp(logits - highest).sum(-1, keepdims=True))
+    next_tokens = np.array([*prompt[1:], *tokens])
+    token_logprobs = np.take_along_axis(logprobs, next_tokens[:, None], -1)[:, 0]
     return {
         "version": f"llama-cpp-python {llama_cpp.__version__}",
         "tokens": tokens,
-        "logprobs": np.take_along_axis(logprobs, np.array([*prompt[1:], *tokens])[:, None], -1)[
-            :, 0
-        ].tolist(),
+        "logprobs": token_logprobs.tolist(),
     }
 
 
@@ -55,7 +55,7 @@ def _file(folder: Path) -> Path:
     if len(files) != 1:
         names = ", ".join(file.name for file in files) or "none"
         raise FileNotFoundError(
-            f"llama.cpp runs a GGUF file, of which the folder must have one (it has {names}): write it with "
-            f"convert_hf_to_gguf.py {folder} --outtype f32"
+            f"llama.cpp runs a GGUF file, of which the folder must have one (it has {names}): "
+            f"write it with convert_hf_to_gguf.py {folder} --outtype f32"
         )
     return files[0]

@@ -14,9 +14,9 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
     import transformers
 
     # Load the model
-    version = (
-        f"transformers {transformers.__version__}{' with spkv_nas' * ('spkv_nas' in sys.modules)}"
-    )
+    version = f"transformers {transformers.__version__}"
+    if "spkv_nas" in sys.modules:
+        version += " with spkv_nas"
     model = transformers.AutoModelForCausalLM.from_pretrained(
         request["folder"], dtype=torch.float32, local_files_only=True, use_safetensors=True
     ).eval()
@@ -32,12 +32,12 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
         return_dict_in_generate=True,
         output_logits=True,
     )
-    tokens = generated.sequences
+    tokens = generated.sequences[0]
     with torch.no_grad():
-        logits = model(input_ids=prompt, use_cache=False).logits[0, :-1]
-    logits = torch.cat([logits, *generated.logits]).log_softmax(-1)
+        prompt_logits = model(input_ids=prompt, use_cache=False).logits[0, :-1]
+    logprobs = torch.cat([prompt_logits, *generated.logits]).log_softmax(-1)
     return {
         "version": version,
-        "tokens": tokens[0, prompt.shape[1] :].tolist(),
-        "logprobs": logits.gather(1, tokens[0, 1:, None])[:, 0].tolist(),
+        "tokens": tokens[prompt.shape[1] :].tolist(),
+        "logprobs": logprobs.gather(1, tokens[1:, None])[:, 0].tolist(),
     }

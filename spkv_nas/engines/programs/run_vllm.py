@@ -46,78 +46,74 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
-    output, held = _run_request(model.llm_engine, {"prompt_token_ids": prompt}, sampling)
+    output, num_held = _run_request(model.llm_engine, {"prompt_token_ids": prompt}, sampling)
     # Look up the log-probabilities of prompt and new tokens
     completion = output.outputs[0]
-    new = list(completion.token_ids)
-    pairs = zip(
-        [*output.prompt_logprobs[1:], *completion.logprobs], [*prompt[1:], *new], strict=True
-    )
+    new_tokens = list(completion.token_ids)
+    tokens = [*prompt[1:], *new_tokens]
+    entries = [*output.prompt_logprobs[1:], *completion.logprobs]
     return {
         "version": f"vLLM {vllm.__version__}",
-        "tokens": new,
-        "logprobs": [entry[token].logprob for entry, token in pairs],
-        "cache": _cache(model.llm_engine, held),
+        "tokens": new_tokens,
+        "logprobs": [entry[token].logprob for entry, token in zip(entries, tokens, strict=True)],
+        "cache": _describe_cache(model.llm_engine, num_held),
     }
 
 
 def _run_request(engine: Any, prompt: dict[str, Any], sampling: Any) -> tuple[Any, list[int]]:
     """Run a request, and return its output and how many blocks it held after each step but the last."""
     pool = engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
-    free = pool.get_num_free_blocks()
+    num_free = pool.get_num_free_blocks()
     engine.add_request("check", prompt, sampling)
     outputs: list[Any] = []
-    held = []
+    num_held = []
     while engine.has_unfinished_requests():
         outputs += engine.step()
-        held.append(free - pool.get_num_free_blocks())
-    return outputs[-1], held[:-1]  # the last step frees all blocks
+        num_held.append(num_free - pool.get_num_free_blocks())
+    # The last step frees all blocks
+    return outputs[-1], num_held[:-1]
 
 
-def _cache(engine: Any, held: list[int]) -> list[str]:
-    """Describe vLLM's cache by its own report, and the blocks that a request held."""
+def _describe_cache(engine: Any, num_held: list[int]) -> list[str]:
+    """Describe vLLM's cache by its own report, and the blocks that a request held after each step."""
     from vllm.v1.core.kv_cache_utils import get_kv_cache_capacity
 
     # Count the groups of each kind
     config = engine.engine_core.engine_core.scheduler.kv_cache_config
-    kinds = Counter(
-        (
-            _visible(group.kv_cache_spec),
-            len(group.layer_names),
-            group.kv_cache_spec.num_kv_heads,
-            group.kv_cache_spec.block_size,
+    kinds: Counter[str] = Counter()
+    for group in config.kv_cache_groups:
+        spec = group.kv_cache_spec
+        heads = f"{spec.num_kv_heads} KV head{'s' if spec.num_kv_heads > 1 else ''}"
+        kind = (
+            f"of {len(group.layer_names)} attention layers with {heads}, {_visible(spec)}, "
+            f"blocks of {spec.block_size} tokens"
         )
-        for group in config.kv_cache_groups
-    )
-    lines = [
-        f"{number} group{'s' * (number > 1)} of {layers} attention layers with {heads} KV head{'s' * (heads > 1)}, "
-        f"{visible}, blocks of {block} tokens"
-        for (visible, layers, heads, block), number in kinds.items()
-    ]
-    # Requests that fit
+        kinds[kind] += 1
+    lines = [f"{number} group{'s' if number > 1 else ''} {kind}" for kind, number in kinds.items()]
+    # Requests that fit; groups share the blocks
     settings = engine.vllm_config
     context = settings.model_config.max_model_len
-    page = settings.cache_config.block_size
-    tokens, requests = get_kv_cache_capacity(settings, config)
-    block_bytes = (
-        max(tensor.size for tensor in config.kv_cache_tensors) // config.num_blocks
-    )  # groups share the blocks
+    num_tokens, num_requests = get_kv_cache_capacity(settings, config)
+    block_bytes = max(tensor.size for tensor in config.kv_cache_tensors) // config.num_blocks
     lines.append(
-        f"{config.num_blocks:,} blocks of {block_bytes / 1024:,.0f} KiB hold {tokens:,} tokens: {requests:.2f} "
-        f"requests of {context:,} tokens, with {settings.max_in_flight_tokens:,} tokens in flight"
+        f"{config.num_blocks:,} blocks of {block_bytes / 1024:,.0f} KiB hold {num_tokens:,} "
+        f"tokens: {num_requests:.2f} requests of {context:,} tokens, with "
+        f"{settings.max_in_flight_tokens:,} tokens in flight"
     )
     # Bytes that this request held, and that it would hold if every head saw all keys
-    token_bytes = sum(
-        len(group.layer_names)
-        * group.kv_cache_spec.real_page_size_bytes
-        // group.kv_cache_spec.block_size
-        for group in config.kv_cache_groups
-        if not hasattr(group.kv_cache_spec, "sink_tokens")
-    )
-    last, most = (blocks * block_bytes / 1024 for blocks in (held[-1], max(held)))
-    dense = -(-(context - 1) // page) * page * token_bytes / 1024
+    token_bytes = 0
+    for group in config.kv_cache_groups:
+        spec = group.kv_cache_spec
+        if not hasattr(spec, "sink_tokens"):
+            token_bytes += len(group.layer_names) * spec.real_page_size_bytes // spec.block_size
+    page_size = settings.cache_config.block_size
+    num_pages = -(-(context - 1) // page_size)
+    last = num_held[-1] * block_bytes / 1024
+    most = max(num_held) * block_bytes / 1024
+    dense = num_pages * page_size * token_bytes / 1024
     lines.append(
-        f"this request held {last:,.0f} KiB at its end, {most:,.0f} KiB at most; full attention {dense:,.0f} KiB"
+        f"this request held {last:,.0f} KiB at its end, {most:,.0f} KiB at most; "
+        f"full attention {dense:,.0f} KiB"
     )
     return lines
 

@@ -20,7 +20,7 @@ from spkv_nas.artifacts import local_layers, result_tables, selection
 from spkv_nas.artifacts.layout import FILE, Layout
 from spkv_nas.base import assets, device, errors, files, manifest, replace, units, version
 from spkv_nas.cost.cache_cost import CacheCost
-from spkv_nas.engines.engine import REFUSED
+from spkv_nas.engines.forms import REFUSED
 from spkv_nas.engines.registry import ENGINES, objection, outcomes, serve_command
 from spkv_nas.model import config_section, custom_model_type, model_shape, source, windows
 from spkv_nas.model.checkpoint import checkpoint_hash, load, weight_files

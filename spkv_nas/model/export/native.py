@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from spkv_nas.artifacts.local_layers import ConfigLayer, config_layers, layout_window, takes_sinks
 from spkv_nas.base.limits import MAX_WINDOW
-from spkv_nas.engines import engine, registry
+from spkv_nas.engines import forms, registry, settings
 from spkv_nas.model.export.target import ExportTarget, Hybrid, TargetError, Written
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class NativeTarget(ExportTarget):
 
     def form(self, config: PreTrainedConfig, layout: Layout) -> str:
         """Return the model type of the architecture, and whether its layers are not those of its family."""
-        return engine.form_name(
+        return forms.form_name(
             _SUCCESSOR.get(config.model_type, config.model_type), layer_kinds(config, layout)
         )
 
@@ -246,7 +246,7 @@ def write_native_config(config: PreTrainedConfig, folder: Path) -> None:
     from spkv_nas.base.files import write_atomic
 
     saved = json.loads(config.to_json_string())
-    content = {key: value for key, value in saved.items() if key not in engine.OLDER_ROPE_KEYS}
+    content = {key: value for key, value in saved.items() if key not in settings.OLDER_ROPE_KEYS}
     # Add the RoPE settings of transformers 4
     rotary = getattr(config, "rope_parameters", None) or {}
     local, rotary = rotary.get(_SLIDING), rotary.get(_FULL, rotary)
@@ -260,7 +260,7 @@ def write_native_config(config: PreTrainedConfig, folder: Path) -> None:
             content["rope_scaling"] = {
                 key: value for key, value in rotary.items() if key != "rope_theta"
             }
-    content |= registry.guards(engine.form_name(config.model_type, config.layer_types))
+    content |= registry.guards(forms.form_name(config.model_type, config.layer_types))
     write_atomic(folder / "config.json", json.dumps(content, indent=2, sort_keys=True) + "\n")
 
 

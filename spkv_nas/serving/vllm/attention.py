@@ -1,8 +1,10 @@
 """Attention layer whose KV heads have different windows: one ``Attention`` of vLLM for each part of its heads."""
 
+from __future__ import annotations
+
 import copy
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
@@ -13,6 +15,9 @@ from vllm.v1.attention.backend import AttentionType
 from spkv_nas.base.errors import UserError
 from spkv_nas.engines import engine, vllm
 from spkv_nas.serving.vllm import config, sink_tokens
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 _CACHE_DTYPES = ("auto", "float16", "bfloat16")  # those that are not quantized
 _DEFAULT_BLOCK = 16  # tokens, where the platform chooses after the model is built
@@ -32,11 +37,11 @@ class HeadwiseAttention(torch.nn.Module):
 
     def __init__(
         self,
-        stock: Any,
+        stock: Attention,
         divided: list[config.Part],
         first_head: int,
         layer: config.ServedLayer,
-        vllm_config: Any,
+        vllm_config: VllmConfig,
     ):
         """Replace ``stock``, an ``Attention``, and take its place among the layers that have a cache.
 
@@ -123,10 +128,10 @@ class HeadwiseAttention(torch.nn.Module):
 def _make_part(
     part: config.Part,
     heads: str,
-    stock: Any,
+    stock: Attention,
     layer: config.ServedLayer,
     learned_sinks: torch.nn.Parameter | None,
-    vllm_config: Any,
+    vllm_config: VllmConfig,
 ) -> torch.nn.Module:
     """Make the attention of a part of the heads of ``stock``, whose names are ``heads``."""
     # Global heads must not get the window of the whole model
@@ -163,16 +168,15 @@ def _make_part(
     return attention
 
 
-def replace_attention(model: torch.nn.Module, vllm_config: Any) -> None:
+def replace_attention(model: torch.nn.Module, vllm_config: VllmConfig) -> None:
     """Replace each ``Attention`` of a model of vLLM by one with its layout's windows; ``UserError`` if it cannot be."""
     # Match the model's attention with the layers of the config
     layers = config.served_layers(vllm_config.model_config.hf_config.spkv)
-    stock_layers = {
-        extract_layer_index(child.layer_name): (module, name, child)
-        for module in model.modules()
-        for name, child in module.named_children()
-        if isinstance(child, Attention)
-    }
+    stock_layers = {}
+    for module in model.modules():
+        for name, child in module.named_children():
+            if isinstance(child, Attention):
+                stock_layers[extract_layer_index(child.layer_name)] = (module, name, child)
     _check_layers(stock_layers, layers, vllm_config)
     if any(layer.sinks for layer in layers.values()):
         sink_tokens.check_engine(vllm_config)
@@ -181,11 +185,21 @@ def replace_attention(model: torch.nn.Module, vllm_config: Any) -> None:
     rank = get_tensor_model_parallel_rank()
     for index, (_, _, stock) in stock_layers.items():
         _check_layer(index, stock, layers[index], ranks)
-    shards = [
-        layer.windows[start : start + len(layer.windows) // ranks]
-        for layer in layers.values()
-        for start in _starts(layer, ranks)
-    ]
+    unit = _choose_unit(layers, ranks, vllm_config)
+    # Replace each by the parts of its heads on this rank
+    for index, (module, name, stock) in stock_layers.items():
+        layer = layers[index]
+        first = _starts(layer, ranks)[rank]
+        divided = config.parts(layer.windows[first : first + stock.num_kv_heads], unit)
+        setattr(module, name, HeadwiseAttention(stock, divided, first, layer, vllm_config))
+
+
+def _choose_unit(layers: dict[int, config.ServedLayer], ranks: int, vllm_config: VllmConfig) -> int:
+    """Return the heads of a unit for all ranks, or 0 to split layers by kind."""
+    shards = []
+    for layer in layers.values():
+        num_heads = len(layer.windows) // ranks
+        shards += [layer.windows[start : start + num_heads] for start in _starts(layer, ranks)]
     # Grid, window, head size and data type do not matter to the choice of a unit
     cache = engine.ServedCache(
         grid=(1, 1),
@@ -197,13 +211,7 @@ def replace_attention(model: torch.nn.Module, vllm_config: Any) -> None:
         in_flight=vllm_config.max_in_flight_tokens,
         sinks=max((layer.sinks for layer in layers.values()), default=0),
     )
-    unit = vllm.choose_unit(cache, shards)
-    # Replace each by the parts of its heads on this rank
-    for index, (module, name, stock) in stock_layers.items():
-        layer = layers[index]
-        first = _starts(layer, ranks)[rank]
-        divided = config.parts(layer.windows[first : first + stock.num_kv_heads], unit)
-        setattr(module, name, HeadwiseAttention(stock, divided, first, layer, vllm_config))
+    return vllm.choose_unit(cache, shards)
 
 
 def _starts(layer: config.ServedLayer, ranks: int) -> range:
@@ -212,7 +220,9 @@ def _starts(layer: config.ServedLayer, ranks: int) -> range:
 
 
 def _check_layers(
-    stock_layers: dict[int, Any], layers: dict[int, config.ServedLayer], vllm_config: Any
+    stock_layers: dict[int, tuple[torch.nn.Module, str, Attention]],
+    layers: dict[int, config.ServedLayer],
+    vllm_config: VllmConfig,
 ) -> None:
     """Raise ``UserError`` if vLLM's model has other attention layers than the layout."""
     is_whole = vllm_config.parallel_config.pipeline_parallel_size == 1
@@ -220,12 +230,13 @@ def _check_layers(
     if missing or set(stock_layers) - set(layers):
         config_name = type(vllm_config.model_config.hf_config).__name__
         raise UserError(
-            f"vLLM's {config_name} model has its attention in layers {sorted(stock_layers)}, but the "
-            f"layout is of layers {sorted(layers)}: this architecture cannot be served with a layout"
+            f"vLLM's {config_name} model has its attention in layers {sorted(stock_layers)}, but "
+            f"the layout is of layers {sorted(layers)}: this architecture cannot be served with a "
+            "layout"
         )
 
 
-def _check_layer(index: int, stock: Any, layer: config.ServedLayer, ranks: int) -> None:
+def _check_layer(index: int, stock: Attention, layer: config.ServedLayer, ranks: int) -> None:
     """Raise ``UserError`` for an attention that the parts of its heads would not compute."""
     num_heads = len(layer.windows)
     if stock.num_kv_heads * ranks != num_heads:

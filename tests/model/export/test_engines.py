@@ -15,8 +15,10 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from spkv_nas import Layout, UserError
 from spkv_nas.cli import main
-from spkv_nas.engines.engine import UNTRIED, Cell, Engine, Outcome, form_name
-from spkv_nas.engines.known import FORMS, Mlx, Transformers
+from spkv_nas.engines.engine import Engine
+from spkv_nas.engines.forms import FORMS, UNTRIED, form_name
+from spkv_nas.engines.known import Mlx, Transformers
+from spkv_nas.engines.outcome import Cell, Outcome
 from spkv_nas.engines.registry import (
     ENGINES,
     GUARD_KEYS,
