@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import pandas as pd
 
@@ -14,9 +14,18 @@ Dash = Literal["solid", "dashed", "dashdot", "dotted"]
 Shape = Literal["circle", "square", "diamond", "triangle", "stroke"]
 Numbers = tuple[float, ...]
 _MAX_DESCRIBED = 40  # points in a description; a listener to more would lose the thread
-
-SERIES: tuple[tuple[Tone, Dash], ...]  # of the lines in one chart, distinguishable without colour
-SERIES = (("accent", "solid"), ("muted", "dashed"), ("second", "dashdot"), ("third", "dotted"))
+# Of the lines in one chart, distinguishable without colour
+SERIES: tuple[tuple[Tone, Dash], ...] = (
+    ("accent", "solid"),
+    ("muted", "dashed"),
+    ("second", "dashdot"),
+    ("third", "dotted"),
+)
+_STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)  # between ticks, in powers of ten
+_ROOM = 0.3  # greatest padding beyond the data, as a share of the tick step
+_WIDE = 10.0  # ratio of the largest to the smallest value from which an axis is logarithmic
+_BEYOND = 1.15  # padding of a logarithmic axis on either side, as a ratio
+_SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 @dataclass(frozen=True)
@@ -63,9 +72,8 @@ class Points:
     y: Numbers  # vertical coordinates
     error: Numbers = ()  # half the length of each vertical error bar; NaN for none; empty if no point has one
     tips: tuple[str, ...] = ()  # tooltip of each point; empty if there are none
-    names: tuple[
-        str, ...
-    ] = ()  # text beside each point where there is room, "" for none; empty if no point has one
+    # text beside each point where there is room, "" for none; empty if no point has one
+    names: tuple[str, ...] = ()
     # names of the layouts that points without tips stand for, which the page then shows; empty for none
     layouts: tuple[str, ...] = ()
     label: str = ""  # name in the legend, "" for none
@@ -103,13 +111,11 @@ class Heatmap:
 
     values: tuple[Numbers, ...]  # values by row; NaN is an empty cell
     words: str = ""  # tooltip of a cell on the page, in which ``%`` stands for its value in percent; "" for none
-    chosen: tuple[
-        tuple[int, int], ...
-    ] = ()  # (row, column) of the cells that are marked with an outline and a dot
+    # (row, column) of the cells that are marked with an outline and a dot
+    chosen: tuple[tuple[int, int], ...] = ()
     written: bool = True  # draw large cells with their values in them
-    letters: tuple[
-        str, ...
-    ] = ()  # by row: what small cells have in them, a letter or a space; empty for nothing
+    # by row: what small cells have in them, a letter or a space; empty for nothing
+    letters: tuple[str, ...] = ()
     scale: Scale = PERCENT  # colour scale, which also formats the values
     legend: str = ""  # title of the colour bar in pictures; "" for none
     same_as: str = ""  # name of a chart on the page with the same values, whose cells are reused; "" for its own
@@ -136,17 +142,16 @@ class Chart:
     @property
     def words(self) -> str:
         """Return what the chart shows, in words, by ``_MAX_DESCRIBED`` points."""
-        tips = [
-            tip.replace("\n", ", ")
-            for mark in self.marks
-            if isinstance(mark, Points | Bars)
-            for tip in mark.tips
-        ]
-        more = f"; and {len(tips) - _MAX_DESCRIBED} more" if len(tips) > _MAX_DESCRIBED else ""
-        return (
-            self.description
-            or f"{self.x.title}; {self.y.title}: {'; '.join(tips[:_MAX_DESCRIBED])}{more}."
-        )
+        if self.description:
+            return self.description
+        tips = []
+        for mark in self.marks:
+            if isinstance(mark, Points | Bars):
+                tips += [tip.replace("\n", ", ") for tip in mark.tips]
+        text = "; ".join(tips[:_MAX_DESCRIBED])
+        if len(tips) > _MAX_DESCRIBED:
+            text += f"; and {len(tips) - _MAX_DESCRIBED} more"
+        return f"{self.x.title}; {self.y.title}: {text}."
 
     @property
     def heatmap(self) -> Heatmap | None:
@@ -168,9 +173,39 @@ def numbers(values: Iterable[float], scale: float = 1.0) -> Numbers:
     return tuple(scale * float(value) for value in values)
 
 
-def points(rows: pd.DataFrame, x: str, y: str, error: str, **fields: Any) -> Points:
-    """Return marks for the rows of a table, by the names of its columns; ``fields`` are further ones of ``Points``."""
-    return Points(numbers(rows[x]), numbers(rows[y]), numbers(rows[error]), **fields)
+@dataclass(frozen=True)
+class Style:
+    """How a group of points looks, and its name in the legend."""
+
+    label: str
+    shape: Shape = "circle"
+    tone: Tone = "accent"
+    hollow: bool = False
+
+
+def points(
+    rows: pd.DataFrame,
+    columns: tuple[str, str, str],
+    style: Style,
+    *,
+    tips: tuple[str, ...] = (),
+    names: tuple[str, ...] = (),
+    size: float = 5.0,
+) -> Points:
+    """Return marks for the rows of a table; ``columns`` hold x, y and error bars."""
+    x, y, error = columns
+    return Points(
+        numbers(rows[x]),
+        numbers(rows[y]),
+        numbers(rows[error]),
+        tips=tips,
+        names=names,
+        label=style.label,
+        shape=style.shape,
+        tone=style.tone,
+        size=size,
+        hollow=style.hollow,
+    )
 
 
 @dataclass(frozen=True)
@@ -196,13 +231,6 @@ class Section:
     charts: tuple[Chart, ...] = ()  # charts above the table
 
 
-_STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)
-_ROOM = 0.3  # greatest padding beyond the data, as a share of the tick step
-_WIDE = 10.0  # ratio of the largest to the smallest value from which an axis is logarithmic
-_BEYOND = 1.15  # padding of a logarithmic axis on either side, as a ratio
-_SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
-
-
 def round_axis(
     title: str, low: float, high: float, *, exact: bool = False, padded: bool = False
 ) -> Axis:
@@ -210,31 +238,40 @@ def round_axis(
 
     With ``exact`` it ends at the data, with ``padded`` always beyond. A NaN end, as of an empty table, is 0.
     """
-    low, high = (end if math.isfinite(end) else 0.0 for end in (low, high))
-    if not high > low:
+    if not math.isfinite(low):
+        low = 0.0
+    if not math.isfinite(high):
+        high = 0.0
+    if high <= low:
         high = low + 1.0
-    ticks = _round_values(low, high, 6 if exact or padded else 5)
+    # Place the ticks, and the ends beyond the data
+    most_intervals = 6 if exact or padded else 5
+    ticks = _round_values(low, high, most_intervals)
     padding = 0.0 if exact else _ROOM * (ticks[1] - ticks[0])
-    low, high = low - padding, high + padding
+    low -= padding
+    high += padding
     if not padded:
-        low, high = max(ticks[0], low), min(ticks[-1], high)
+        low = max(ticks[0], low)
+        high = min(ticks[-1], high)
     return Axis(title, low, high, _plain(tick for tick in ticks if low <= tick <= high))
 
 
 def error_axis(title: str, values: "pd.Series[float]", errors: "pd.Series[float]") -> Axis:
     """Return an axis over 0 and values with error bars; NaN: no bar."""
     bars = errors.fillna(0.0)
-    return round_axis(
-        title, min(0.0, (values - bars).min()), max(0.0, (values + bars).max()), padded=True
-    )
+    low = (values - bars).min()
+    high = (values + bars).max()
+    return round_axis(title, min(0.0, low), max(0.0, high), padded=True)
 
 
 def name_axis(title: str, names: Sequence[str], *, every: int = 1, down: bool = False) -> Axis:
     """Return an axis with a position per name, from 0, every ``every``-th labelled; with ``down`` from the top."""
-    ends = (len(names) - 0.5, -0.5) if down else (-0.5, len(names) - 0.5)
-    return Axis(
-        title, *ends, tuple((float(i), name) for i, name in enumerate(names) if i % every == 0)
-    )
+    ticks = tuple((float(place), names[place]) for place in range(0, len(names), every))
+    first = -0.5
+    last = len(names) - 0.5
+    if down:
+        return Axis(title, last, first, ticks)
+    return Axis(title, first, last, ticks)
 
 
 def log_axis(title: str, low: float, high: float) -> Axis:
@@ -247,21 +284,16 @@ def decades_axis(
     title: str, low: float, high: float, *, multiples: Sequence[int] = (1,), powers: bool = False
 ) -> Axis:
     """Return a logarithmic axis with ticks at ``multiples`` of each power of ten, written as ``powers`` or plainly."""
-    exponents = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    ticks = [
-        (multiple * 10.0**exponent, exponent) for exponent in exponents for multiple in multiples
-    ]
-    texts = (
-        (tick, f"10{str(n).translate(_SUPERSCRIPTS)}" if powers else f"{tick:,g}")
-        for tick, n in ticks
-    )
-    return Axis(
-        title,
-        low,
-        high,
-        tuple((tick, text) for tick, text in texts if low <= tick <= high),
-        log=True,
-    )
+    first = math.floor(math.log10(low))
+    last = math.ceil(math.log10(high))
+    ticks = []
+    for exponent in range(first, last + 1):
+        for multiple in multiples:
+            tick = multiple * 10.0**exponent
+            text = f"10{str(exponent).translate(_SUPERSCRIPTS)}" if powers else f"{tick:,g}"
+            if low <= tick <= high:
+                ticks.append((tick, text))
+    return Axis(title, low, high, tuple(ticks), log=True)
 
 
 def spread_axis(title: str, low: float, high: float) -> Axis:
@@ -273,17 +305,25 @@ def spread_axis(title: str, low: float, high: float) -> Axis:
 
 def _plain(ticks: Iterable[float]) -> tuple[tuple[float, str], ...]:
     """Return (value, text) of each tick."""
-    return tuple(
-        (float(tick), f"{round(tick, 10):g}".replace("-", "\N{MINUS SIGN}")) for tick in ticks
-    )
+    texts = []
+    for tick in ticks:
+        # Rounding removes what binary fractions add
+        text = f"{round(tick, 10):g}".replace("-", "\N{MINUS SIGN}")
+        texts.append((float(tick), text))
+    return tuple(texts)
 
 
 def _round_values(low: float, high: float, max_intervals: int) -> list[float]:
     """Return multiples of a round step that cover the range from ``low`` to ``high``; integers if it is above 3."""
-    decade = 10.0 ** math.floor(math.log10((high - low) / max_intervals))
-    for step in (decade * factor for factor in (*_STEPS, *(10 * step for step in _STEPS))):
+    length = high - low
+    decade = 10.0 ** math.floor(math.log10(length / max_intervals))
+    for factor in (*_STEPS, *(10 * step for step in _STEPS)):
+        step = decade * factor
+        if length > 3 and step != round(step):
+            continue
+        # Multiples that are equal to an end but for rounding count as reaching it
         first = math.floor(low / step + 1e-9)
         last = math.ceil(high / step - 1e-9)
-        if last - first <= max_intervals and (high - low <= 3 or step == round(step)):
+        if last - first <= max_intervals:
             return [number * step for number in range(first, last + 1)]
     raise AssertionError(f"no step for {low} to {high}")

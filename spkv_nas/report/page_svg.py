@@ -32,9 +32,9 @@ _ON = {"#000": "on-light", "#fff": "on-dark"}  # CSS class of text on a shade
 _SWATCH = 20.0  # height of a line of the legend of windows, and width of its colour
 _SCALE = 220.0  # length of a colour scale
 _LETTER = 6.5  # width of a letter below it
-_VARIABLES = {colour: f"var(--{tone})" for tone, colour in TONES.items()} | {
-    "#ffffff": "var(--card)"
-}
+# Colours of the page's theme
+_VARIABLES = {"#ffffff": "var(--card)"}
+_VARIABLES |= {colour: f"var(--{tone})" for tone, colour in TONES.items()}
 _COMMANDS = {
     Path.MOVETO: "M",
     Path.LINETO: "L",
@@ -79,11 +79,9 @@ class PageRenderer(RendererBase):
         self, gc: GraphicsContextBase, path: Path, transform: Transform, rgbFace: Any = None
     ) -> None:
         """Write a path; consecutive ones of one style are one element, unless they have a tooltip."""
+        style = _style(gc, rgbFace) | self._reference()
         clip = self._clip(gc) if rgbFace is None else None
-        self._path(
-            _style(gc, rgbFace) | self._reference(),
-            _commands(path.transformed(transform + self._flip), clip),
-        )
+        self._path(style, _commands(path.transformed(transform + self._flip), clip))
 
     def draw_markers(
         self,
@@ -103,32 +101,40 @@ class PageRenderer(RendererBase):
         is_round = bool(np.isin(Path.CURVE4, codes))
         radius = shape.get_extents().width / 2
         reference = self._reference()
-        clip = self._clip(gc)
-        # Write dots without tooltips as one path, whose round line ends are the dots
         if is_round and "stroke" not in style and "data-mark" not in reference:
-            dots = [(round(x), round(y)) for x, y in centres]
-            shades = {
-                key.replace("fill", "stroke"): value
-                for key, value in style.items()
-                if key.startswith("fill")
-            }
-            style = {"class": "dust", **shades, "stroke-width": px(2 * radius), **reference}
-            self._path(style, _dust(dots if reference else sorted(dots)))
+            self._dots(style, centres, radius, reference)
             return
         # Write other marks one by one, in a group that has their style
         group = self._root
+        clip = self._clip(gc)
         if is_round or reference:
             group = add(self._root, "g", **style)
             self._last = None
         for index, (x, y) in enumerate(centres):
-            each = {key: f"{value},{index}" for key, value in reference.items()}
+            data = {key: f"{value},{index}" for key, value in reference.items()}
             mark = Affine2D().translate(x, y)
             if is_round:
-                add(group, "circle", cx=x, cy=y, r=radius, **each)
-            elif each:
-                add(group, "path", d=_commands(shape.transformed(mark)), **each)
+                add(group, "circle", cx=x, cy=y, r=radius, **data)
+            elif data:
+                add(group, "path", d=_commands(shape.transformed(mark)), **data)
             elif clip is None or clip.overlaps(shape.get_extents(mark)):
                 self._path(style, _commands(shape.transformed(mark)))
+
+    def _dots(
+        self, style: dict[str, str], centres: Any, radius: float, reference: dict[str, str]
+    ) -> None:
+        """Write dots without tooltips as one path, whose round line ends are the dots."""
+        shades = {
+            key.replace("fill", "stroke"): value
+            for key, value in style.items()
+            if key.startswith("fill")
+        }
+        dots = [(round(x), round(y)) for x, y in centres]
+        # The page's data of a cloud is in the order of its dots
+        if not reference:
+            dots.sort()
+        line = {"class": "dust", **shades, "stroke-width": px(2 * radius), **reference}
+        self._path(line, _dust(dots))
 
     def draw_text(
         self,
@@ -142,44 +148,50 @@ class PageRenderer(RendererBase):
         mtext: Any = None,
     ) -> None:
         """Write a text at its anchor, as its width is only estimated."""
-        across = mtext.get_transform().transform(mtext.get_unitless_position())
-        x, y = (x, self._flip.transform(across)[1]) if angle else (across[0], y)
-        size = prop.get_size_in_points()
+        anchor_x, anchor_y = mtext.get_transform().transform(mtext.get_unitless_position())
+        if angle:
+            y = self._flip.transform((anchor_x, anchor_y))[1]
+        else:
+            x = anchor_x
+        # Write only attributes that differ from their defaults
+        attributes: dict[str, str | float] = {}
         anchor = {"center": "middle", "right": "end"}.get(mtext.get_ha())
-        attributes: dict[str, Any] = {"text_anchor": anchor} if anchor else {}
-        attributes |= (
-            {"transform": f"translate({px(x)} {px(y)}) rotate(-{angle:g})"}
-            if angle
-            else {"x": x, "y": y}
-        )
-        attributes |= {"class": "tick"} if to_hex(gc.get_rgb()) == TONES["muted"] else {}
-        add(self._root, "text", s, **attributes, **({} if size == 12 else {"font_size": size}))
+        if anchor is not None:
+            attributes["text_anchor"] = anchor
+        if angle:
+            attributes["transform"] = f"translate({px(x)} {px(y)}) rotate(-{angle:g})"
+        else:
+            attributes["x"] = x
+            attributes["y"] = y
+        if to_hex(gc.get_rgb()) == TONES["muted"]:
+            attributes["class"] = "tick"
+        size = prop.get_size_in_points()
+        if size != 12:
+            attributes["font_size"] = size
+        add(self._root, "text", s, **attributes)
         self._last = None
 
     def _clip(self, gc: GraphicsContextBase) -> Bbox | None:
         """Return the box beyond which nothing is drawn."""
         box = gc.get_clip_rectangle()
-        height = self._size[1]
-        return (
-            None
-            if box is None
-            else Bbox.from_extents(box.x0, height - box.y1, box.x1, height - box.y0)
-        )
+        if box is None:
+            return None
+        _, height = self._size
+        return Bbox.from_extents(box.x0, height - box.y1, box.x1, height - box.y0)
 
     def _path(self, style: dict[str, str], commands: str) -> None:
         """Append a path, to the last element if that has the same style and no tooltip."""
-        if (
-            self._last is not None
-            and self._last[0] == style
-            and not any(key.startswith("data") for key in style)
-        ):
-            self._last[1].set("d", self._last[1].get("d", "") + commands)
+        has_tooltip = any(key.startswith("data") for key in style)
+        if self._last is not None and self._last[0] == style and not has_tooltip:
+            _, element = self._last
+            element.set("d", element.get("d", "") + commands)
         elif len(style) > 1:
-            self._last = style, add(self._root, "path", d=commands, **style)
+            self._last = (style, add(self._root, "path", d=commands, **style))
 
     def _reference(self) -> dict[str, str]:
         """Return the attribute that refers to the mark of the current artist; {} for none."""
-        kind, _, reference = self._gids[-1].rpartition("/")[2].partition(" ")
+        name = self._gids[-1].rpartition("/")[2]
+        kind, _, reference = name.partition(" ")
         return {f"data-{kind}": reference.replace(" ", ",")} if reference else {}
 
 
@@ -190,33 +202,52 @@ def _style(gc: GraphicsContextBase, face: Any) -> dict[str, str]:
     line: Any = gc.get_rgb() if gc.get_linewidth() else None
     # Set fill and stroke, in the theme's colours where it has them
     for kind, colour in (("fill", face), ("stroke", line)):
-        alpha = 0.0 if colour is None else opacity if opacity is not None else (*colour, 1.0)[3]
+        alpha = _alpha(colour, opacity)
         if not alpha:
             continue
-        style[kind] = _VARIABLES.get(to_hex(colour), to_hex(colour))
-        style |= {f"{kind}-opacity": f"{alpha:g}"} if alpha < 1 else {}
+        hexadecimal = to_hex(colour)
+        style[kind] = _VARIABLES.get(hexadecimal, hexadecimal)
+        if alpha < 1:
+            style[f"{kind}-opacity"] = f"{alpha:g}"
     # Set the width and the dashes of the line
     if "stroke" in style:
-        style |= {"stroke-width": px(gc.get_linewidth())} if gc.get_linewidth() != 1 else {}
+        width = gc.get_linewidth()
+        if width != 1:
+            style["stroke-width"] = px(width)
         dashes: Any = gc.get_dashes()[1]
-        style |= {"stroke-dasharray": " ".join(map(px, dashes))} if dashes else {}
+        if dashes:
+            style["stroke-dasharray"] = " ".join(px(length) for length in dashes)
     return style
+
+
+def _alpha(colour: Any, opacity: float | None) -> float:
+    """Return the opacity of a colour, RGB or RGBA, where no ``opacity`` overrides it; 0 for no colour."""
+    if colour is None:
+        return 0.0
+    if opacity is not None:
+        return opacity
+    return float(colour[3]) if len(colour) > 3 else 1.0
 
 
 def _commands(path: Path, clip: Bbox | None = None) -> str:
     """Return a path as SVG commands; lines are cut at the box ``clip``."""
-    segments: Any = path.iter_segments(clip=None if clip is None else clip.extents, simplify=False)
-    return "".join(
-        _COMMANDS[code] + ("" if code == Path.CLOSEPOLY else " ".join(map(px, vertices)))
-        for vertices, code in segments
-    )
+    extents: Any = None if clip is None else clip.extents
+    commands = ""
+    for vertices, code in path.iter_segments(clip=extents, simplify=False):
+        commands += _COMMANDS[code]
+        if code != Path.CLOSEPOLY:
+            commands += " ".join(px(value) for value in vertices)
+    return commands
 
 
 def _dust(dots: list[tuple[int, int]]) -> str:
     """Return a path of zero-length lines, each relative to the previous one, which is short if they are sorted."""
-    path, (left, top) = "", (0, 0)
+    path = ""
+    left = 0
+    top = 0
     for x, y in dots:
-        path += f"m{x - left}{' ' if y >= top else ''}{y - top}z"
+        separator = " " if y >= top else ""
+        path += f"m{x - left}{separator}{y - top}z"
         left = x
         top = y
     return path
@@ -239,78 +270,91 @@ def draw_scale(measure: Measure) -> Markup:
     """Return the colour scale of a table's map."""
     scale = measure.scale
     quantity = f"{measure.title}, {measure.shown}"
-    width = px(_LEFT + max(_SCALE, _LETTER * len(quantity)) + 24)
-    sizes = {"viewBox": f"0 0 {width} 54", "width": width}
-    root = Element("svg", {"class": "scale", "role": "img", "aria-labelledby": "scale-t", **sizes})
-    add(root, "title", f"Colour scale: {quantity}", id="scale-t")
+    width = _LEFT + max(_SCALE, _LETTER * len(quantity)) + 24
+    root = _scale_root("scale-t", f"Colour scale: {quantity}", width, 54.0)
     # Fill the bar with the gradient
-    shades = add(add(root, "defs"), "linearGradient", id="cividis")
+    definitions = add(root, "defs")
+    gradient = add(definitions, "linearGradient", id="cividis")
     for percent in range(0, 101, 10):
-        add(shades, "stop", offset=f"{percent}%", stop_color=cividis(percent / 100)[0])
+        colour, _ = cividis(percent / 100)
+        add(gradient, "stop", offset=f"{percent}%", stop_color=colour)
     add(root, "rect", x=_LEFT, y=4, width=_SCALE, height=12, rx=2, fill="url(#cividis)")
     # Mark the ticks, and name the quantity
-    ticks = [
-        (_LEFT + _SCALE * float(scale.fraction(value)), scale.text(value)) for value in scale.ticks
-    ]
-    add(root, "path", class_="axis", d="".join(f"M{px(x)} 16v4" for x, _ in ticks))
+    ticks = []
+    for value in scale.ticks:
+        x = _LEFT + _SCALE * float(scale.fraction(value))
+        ticks.append((x, scale.text(value)))
+    lines = "".join(f"M{px(x)} 16v4" for x, _ in ticks)
+    add(root, "path", class_="axis", d=lines)
     along(root, ticks, class_="tick", y=32, text_anchor="middle")
     add(root, "text", quantity, class_="tick", x=_LEFT, y=49)
     return markup(root)
 
 
+def _scale_root(title_id: str, title: str, width: float, height: float) -> Element:
+    """Return the ``svg`` element of a legend, with a title for screen readers."""
+    root = Element("svg", {"class": "scale", "role": "img", "aria-labelledby": title_id})
+    root.set("viewBox", f"0 0 {px(width)} {px(height)}")
+    root.set("width", px(width))
+    add(root, "title", title, id=title_id)
+    return root
+
+
 def draw_windows(layout: Layout) -> Markup:
     """Return the legend of a map of windows: each letter with its colour and what its heads see."""
-    meanings = {
-        letter: f"{letter}: the last {window:,} keys" for letter, window in layout.legend.items()
-    }
-    meanings = {GLOBAL: f"{GLOBAL}: global, all earlier keys"} | dict(reversed(meanings.items()))
-    if layout.sinks:
-        tokens = "token" if layout.sinks == 1 else f"{layout.sinks} tokens"
-        meanings = {
-            letter: f"{meaning} and the first {tokens}" if letter != GLOBAL else meaning
-            for letter, meaning in meanings.items()
-        }
-    counts = {letter: sum(row.count(letter) for row in layout.heads) for letter in meanings}
-    texts = {letter: f"{meaning} ({counts[letter]} heads)" for letter, meaning in meanings.items()}
-    width = px(_SWATCH + _LETTER * max(map(len, texts.values())))
-    height = px(_SWATCH * len(texts))
-    root = Element("svg", {"class": "scale", "role": "img", "aria-labelledby": "windows-t"})
-    root.set("viewBox", f"0 0 {width} {height}")
-    root.set("width", width)
-    add(root, "title", "; ".join(texts.values()), id="windows-t")
+    texts = _window_meanings(layout)
+    longest = max(len(text) for text in texts.values())
+    title = "; ".join(texts.values())
+    root = _scale_root("windows-t", title, _SWATCH + _LETTER * longest, _SWATCH * len(texts))
     shades = window_shades(layout)
     for row, (letter, text) in enumerate(texts.items()):
+        top = _SWATCH * row
         shade = round(shades[letter] * (SHADES - 1)) / (SHADES - 1)
-        add(
-            root,
-            "rect",
-            x=0,
-            y=_SWATCH * row + 2,
-            width=14,
-            height=14,
-            rx=2,
-            fill=cividis(shade)[0],
-        )
-        add(root, "text", text, x=_SWATCH, y=_SWATCH * row + 13)
+        colour, _ = cividis(shade)
+        add(root, "rect", x=0, y=top + 2, width=14, height=14, rx=2, fill=colour)
+        add(root, "text", text, x=_SWATCH, y=top + 13)
     return markup(root)
+
+
+def _window_meanings(layout: Layout) -> dict[str, str]:
+    """Return what the heads of each letter see and how many they are, global ones first, then the widest window."""
+    sinks = ""
+    if layout.sinks:
+        sinks = (
+            " and the first token" if layout.sinks == 1 else f" and the first {layout.sinks} tokens"
+        )
+    meanings = {GLOBAL: f"{GLOBAL}: global, all earlier keys"}
+    for letter, window in reversed(layout.legend.items()):
+        meanings[letter] = f"{letter}: the last {window:,} keys{sinks}"
+    texts = {}
+    for letter, meaning in meanings.items():
+        count = sum(row.count(letter) for row in layout.heads)
+        texts[letter] = f"{meaning} ({count} heads)"
+    return texts
 
 
 def draw_map(chart: Chart, cells: Heatmap) -> Element:
     """Return a chart's cells with the names of its rows and columns."""
-    # Sizes
+    # Compute the sizes
     columns = len(cells.values[0])
     rows = len(cells.values)
-    step = float(min(48, max(26, _WIDEST // columns))) if cells.written else 18.0
-    left, top = (_LEFT, 4.0) if cells.written else (20.0 if chart.y.ticks else 0.0, 6.0)
-    foot = 20 if cells.written else 18 if chart.x.ticks else 4
+    if cells.written:
+        step = float(min(48, max(26, _WIDEST // columns)))
+        left = _LEFT
+        top = 4.0
+        foot = 20
+    else:
+        step = 18.0
+        left = 20.0 if chart.y.ticks else 0.0
+        top = 6.0
+        foot = 18 if chart.x.ticks else 4
     width = left + columns * step + 4
     height = top + rows * step + foot
     root = svg(chart, "map" if cells.written else "small", width, height)
     root.set("width", px(width if cells.written else 1.4 * width))
-    # Cells, with their values or the marks of a layout
-    group = add(
-        root, "g", class_="cells", transform=f"translate({px(left)} {px(top)}) scale({px(step)})"
-    )
+    # Draw the cells, with their values or the marks of a layout
+    place = f"translate({px(left)} {px(top)}) scale({px(step)})"
+    group = add(root, "g", class_="cells", transform=place)
     if cells.same_as:
         add(group, "use", href=f"#{cells.same_as}-cells")
     else:
@@ -322,21 +366,14 @@ def draw_map(chart: Chart, cells: Heatmap) -> Element:
         _mark_chosen(group, cells)
     if cells.written or cells.letters:
         _write_values(add(root, "g", class_="values"), cells, step, left, top)
-    # Names of columns and rows
-    columns_at = [(left + (value + _FILLED / 2) * step, text) for value, text in chart.x.ticks]
+    # Write the names of columns and rows, each at the middle of a cell
+    middle = _FILLED / 2
+    columns_at = [(left + (value + middle) * step, text) for value, text in chart.x.ticks]
     along(root, columns_at, class_="tick", y=height - 5, text_anchor="middle")
+    x = left - 8 if cells.written else 14
     for value, text in chart.y.ticks:
-        y = top + (value + _FILLED / 2) * step
-        add(
-            root,
-            "text",
-            text,
-            class_="tick",
-            x=left - 8 if cells.written else 14,
-            y=y,
-            dy=".35em",
-            text_anchor="end",
-        )
+        y = top + (value + middle) * step
+        add(root, "text", text, class_="tick", x=x, y=y, dy=".35em", text_anchor="end")
     return root
 
 
@@ -344,26 +381,32 @@ def _draw_cells(group: Element, cells: Heatmap) -> None:
     """Draw each cell as a short thick line, one path per shade; empty cells are left out."""
     group.set("transform", f"translate(0 {px(_FILLED / 2)})")
     group.set("stroke-width", px(_FILLED))
-    shades: dict[str, str] = defaultdict(str)
+    length = px(_FILLED).removeprefix("0")
+    paths: dict[str, str] = defaultdict(str)
     for row, values in enumerate(cells.values):
         for column, value in enumerate(values):
-            if not math.isnan(value):
-                shades[_look(cells, value)[0]] += f"M{column} {row}h{px(_FILLED).removeprefix('0')}"
-    for shade, path in shades.items():
+            if math.isnan(value):
+                continue
+            shade, _ = _look(cells, value)
+            paths[shade] += f"M{column} {row}h{length}"
+    for shade, path in paths.items():
         add(group, "path", d=path, stroke=shade)
 
 
 def _write_values(group: Element, cells: Heatmap, step: float, left: float, top: float) -> None:
-    """Write the value or the letter of every cell."""
+    """Write the value or the letter of every cell, as one element per row and colour of text."""
     for row, values in enumerate(cells.values):
-        lines: dict[str, list[tuple[float, str]]] = defaultdict(list)
+        texts: dict[str, list[tuple[float, str]]] = defaultdict(list)
         for column, value in enumerate(values):
-            if not math.isnan(value):
-                x = left + round((column + _FILLED / 2) * step)
-                text = cells.letters[row][column] if cells.letters else cells.scale.text(value)
-                lines[_look(cells, value)[1]].append((x, text))
-        for ink_class, texts in lines.items():
-            along(group, texts, class_=ink_class, y=top + (row + _FILLED / 2) * step + 4)
+            if math.isnan(value):
+                continue
+            x = left + round((column + _FILLED / 2) * step)
+            text = cells.letters[row][column] if cells.letters else cells.scale.text(value)
+            _, ink_class = _look(cells, value)
+            texts[ink_class].append((x, text))
+        y = top + (row + _FILLED / 2) * step + 4
+        for ink_class, line in texts.items():
+            along(group, line, class_=ink_class, y=y)
 
 
 def _mark_chosen(group: Element, cells: Heatmap) -> None:
@@ -375,58 +418,55 @@ def _mark_chosen(group: Element, cells: Heatmap) -> None:
     add(group, "path", class_="chosen", d=outlines, transform=f"translate({offset} {offset})")
     dots: dict[str, str] = defaultdict(str)
     for row, column in cells.chosen:
-        dots[_look(cells, cells.values[row][column])[1]] += f"M{column} {row}h0"
+        _, ink_class = _look(cells, cells.values[row][column])
+        dots[ink_class] += f"M{column} {row}h0"
     middle = px(_FILLED / 2)
+    to_middle = f"translate({middle} {middle})"
     for ink_class, path in dots.items():
-        add(
-            group,
-            "path",
-            class_=f"dust {ink_class}",
-            d=path,
-            transform=f"translate({middle} {middle})",
-        )
+        add(group, "path", class_=f"dust {ink_class}", d=path, transform=to_middle)
 
 
 def _look(cells: Heatmap, value: float) -> tuple[str, str]:
     """Return a value's shade, and the CSS class of text on it."""
-    fill, ink = cividis(round(float(cells.scale.fraction(value)) * (SHADES - 1)) / (SHADES - 1))
-    return fill, _ON[ink]
+    step = round(float(cells.scale.fraction(value)) * (SHADES - 1))
+    shade, ink = cividis(step / (SHADES - 1))
+    return shade, _ON[ink]
 
 
 def svg(chart: Chart, kind: str, width: float, height: float) -> Element:
     """Return an ``svg`` element of a CSS class, with the chart's title and description for screen readers."""
-    root = Element("svg", {"class": kind, "role": "img", "data-chart": chart.name})
-    root.set("aria-labelledby", f"{chart.name}-t {chart.name}-d")
+    name = chart.name
+    root = Element("svg", {"class": kind, "role": "img", "data-chart": name})
+    root.set("aria-labelledby", f"{name}-t {name}-d")
     root.set("viewBox", f"0 0 {px(width)} {px(height)}")
-    add(root, "title", chart.title, id=f"{chart.name}-t")
-    add(root, "desc", chart.words, id=f"{chart.name}-d")
+    add(root, "title", chart.title, id=f"{name}-t")
+    add(root, "desc", chart.words, id=f"{name}-d")
     return root
 
 
-def add(parent: Element, tag: str, text: str | None = None, **attributes: Any) -> Element:
+def add(parent: Element, tag: str, text: str | None = None, **attributes: str | float) -> Element:
     """Append a child element and return it: underscores in attributes become dashes, numbers are written as lengths."""
     child = ElementTree.SubElement(parent, tag)
     for key, value in attributes.items():
-        child.set(key.rstrip("_").replace("_", "-"), value if isinstance(value, str) else px(value))
+        name = key.rstrip("_").replace("_", "-")
+        child.set(name, value if isinstance(value, str) else px(value))
     child.text = text
     child.tail = "\n"
     return child
 
 
-def along(parent: Element, texts: Iterable[tuple[float, str]], **attributes: Any) -> None:
+def along(parent: Element, texts: Iterable[tuple[float, str]], **attributes: str | float) -> None:
     """Append one ``text`` element with several texts, each at its own x; they share the attributes."""
-    line = add(parent, "text", **attributes)
+    line = add(parent, "text", None, **attributes)
     for x, text in texts:
         add(line, "tspan", text, x=x).tail = None
 
 
 def px(value: float) -> str:
     """Format a length in user units with one decimal, or two below 1."""
-    return (
-        f"{value:.2f}".rstrip("0").rstrip(".")
-        if abs(value) < 1
-        else f"{value:.1f}".removesuffix(".0")
-    )
+    if abs(value) < 1:
+        return f"{value:.2f}".rstrip("0").rstrip(".")
+    return f"{value:.1f}".removesuffix(".0")
 
 
 def markup(element: Element) -> Markup:

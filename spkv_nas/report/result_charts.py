@@ -2,9 +2,8 @@
 
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -17,23 +16,38 @@ from spkv_nas.base.extras import missing_extra
 from spkv_nas.cost.cache_cost import full_bytes
 from spkv_nas.proposal import answers, coverage
 from spkv_nas.report import chart
-from spkv_nas.report.chart import SERIES, Chart, Line, Mark, Points, Rule, numbers, points
+from spkv_nas.report.chart import (
+    SERIES,
+    Chart,
+    Line,
+    Mark,
+    Panels,
+    Points,
+    Rule,
+    Style,
+    numbers,
+    points,
+)
 from spkv_nas.report.evidence import COMPARISON, Evidence, Result
 from spkv_nas.report.formatting import DELTA_AXES, capitalized, change, short, signed
 from spkv_nas.report.inputs import ReportInputs
 from spkv_nas.report.verdict import Verdict
 
-SHAPES: dict[str, dict[str, Any]] = {  # style of what layouts are compared with
-    SP_KV: {"label": "SP-KV", "shape": "diamond", "tone": "ink"},
-    FULL_ATTENTION: {"label": "control", "shape": "square", "tone": "ink"},
-    DENSE: {"label": "dense model as it is", "shape": "triangle", "tone": "ink"},
+# Styles of layouts, and of what they are compared with
+LAYOUT = Style("layout")
+STYLES = {
+    SP_KV: Style("SP-KV", "diamond", "ink"),
+    FULL_ATTENTION: Style("control", "square", "ink"),
+    DENSE: Style("dense model as it is", "triangle", "ink"),
 }
-LAYOUT: dict[str, Any] = {"label": "layout"}
 NOTE = "Lower is better. Bars: one standard error."
 _NOTE_WITHOUT_BARS = "Lower is better."
 _BUDGET = "Budget, global KV heads"
 _MAX_VERTICES = 100  # of a line: more are not seen, but are most of the page of a large model
 _DELTA = ("delta_nll_percent", "delta_nll_standard_error")
+_SHAPES: tuple[chart.Shape, ...] = ("circle", "diamond", "triangle", "circle")
+_CHANGE = "Zero-shot ΔNLL, %"
+SEARCH_FIGURES = ("search-retrained", "search-front")
 
 
 def coverage_nll_chart(
@@ -42,50 +56,64 @@ def coverage_nll_chart(
     """Return coverage of a comparison's rows, summing ``noun``, against NLL increase; None if no row has both."""
     rows = comparison.dropna(subset=["coverage_percent", "delta_nll_percent"])
     baseline = counted_from(comparison)
+    # Draw a group of points for each style
     marks = []
-    # Draw a group of points for each shape of marks
-    for style in (LAYOUT, *SHAPES.values()):
-        group = rows[[SHAPES.get(strategy, LAYOUT) is style for strategy in rows["strategy"]]]
-        if not group.empty:
-            tips = tuple(_tip(row, baseline) for _, row in group.iterrows())
-            names = tuple(short(name, 22) for name in group["strategy"])
-            marks.append(
-                points(group, "coverage_percent", *_DELTA, tips=tips, names=names, **style)
-            )
+    for style in (LAYOUT, *STYLES.values()):
+        group = rows[[STYLES.get(strategy, LAYOUT) is style for strategy in rows["strategy"]]]
+        if group.empty:
+            continue
+        tips = tuple(_tip(row, baseline) for _, row in group.iterrows())
+        names = tuple(short(name, 22) for name in group["strategy"])
+        columns = ("coverage_percent", *_DELTA)
+        marks.append(points(group, columns, style, tips=tips, names=names))
     if not marks:
         return None
-    axes = (
+    return Chart(
+        "coverage-nll",
+        "Does coverage predict the NLL?",
         chart.round_axis(f"Coverage, % of all heads' {noun}", 0, 100, padded=True),
-        chart.error_axis(DELTA_AXES[baseline], *(rows[column] for column in _DELTA)),
+        _delta_axis(DELTA_AXES[baseline], rows),
+        tuple(marks),
+        note=_note(rows["delta_nll_standard_error"]),
     )
-    note = _note(rows["delta_nll_standard_error"])
-    return Chart("coverage-nll", "Does coverage predict the NLL?", *axes, tuple(marks), note=note)
+
+
+def _delta_axis(title: str, rows: pd.DataFrame) -> chart.Axis:
+    """Return an axis over the changes of NLL in a table, with their error bars."""
+    column, error = _DELTA
+    return chart.error_axis(title, rows[column], rows[error])
 
 
 def tau_sweep_chart(rows: pd.DataFrame) -> Chart:
     """Return NLL against density as tau moves, as the paper's "Relationship between NLL and KV cache density"."""
-    # Name the thresholds
-    names = [
-        f"τ {round(tau, 2 if 0.1 <= tau <= 0.9 else 3):g}" if tau else "open" for tau in rows["tau"]
-    ]
+    names = [_tau_name(tau) for tau in rows["tau"]]
     rows = rows.assign(density=100 * rows["density"], name=names)
     # Join all points, and mark open gates by another shape
     marks: list[Line | Points] = [_line(rows)]
-    for group, style in (
-        (rows[rows["tau"] > 0], {"label": "threshold τ"}),
-        (rows[rows["tau"] == 0], {"label": "open gates", "shape": "square", "tone": "ink"}),
-    ):
+    groups = (
+        (rows[rows["tau"] > 0], Style("threshold τ")),
+        (rows[rows["tau"] == 0], Style("open gates", "square", "ink")),
+    )
+    for group, style in groups:
         if not group.empty:
-            marks.append(
-                points(group, "density", *_DELTA, names=tuple(group["name"]), size=4.0, **style)
-            )
-    axes = (
-        chart.round_axis("Density, % of keys kept (mean over heads)", 0, 100, padded=True),
-        chart.error_axis("NLL change from open gates, %", *(rows[column] for column in _DELTA)),
-    )
+            columns = ("density", *_DELTA)
+            marks.append(points(group, columns, style, names=tuple(group["name"]), size=4.0))
     return Chart(
-        "tau-sweep", "NLL against density", *axes, tuple(marks), note="Bars: one standard error."
+        "tau-sweep",
+        "NLL against density",
+        chart.round_axis("Density, % of keys kept (mean over heads)", 0, 100, padded=True),
+        _delta_axis("NLL change from open gates, %", rows),
+        tuple(marks),
+        note="Bars: one standard error.",
     )
+
+
+def _tau_name(tau: float) -> str:
+    """Return the name of a threshold, with a third digit near 0 and 1, where thresholds lie close."""
+    if not tau:
+        return "open"
+    digits = 2 if 0.1 <= tau <= 0.9 else 3
+    return f"τ {round(tau, digits):g}"
 
 
 def baselines_chart(rows: pd.DataFrame) -> Chart:
@@ -93,43 +121,40 @@ def baselines_chart(rows: pd.DataFrame) -> Chart:
     # Group the rules by their sinks, and set SP-KV apart
     rows = rows[rows["method"] != FULL_ATTENTION].assign(density=100 * rows["density"])
     is_spkv = rows["method"] == SP_KV
+    has_sinks = rows["sinks"] > 0
     spkv = rows[is_spkv & (rows["tau"] > 0)].sort_values("density")
-    with_sinks = rows[~is_spkv & (rows["sinks"] > 0)]
-    groups = (
-        (
-            rows[~is_spkv & ~(rows["sinks"] > 0)],
-            {"label": "compressed, without sinks", "hollow": True},
-        ),
-        (with_sinks, {"label": "compressed, with sinks"}),
-        (spkv, SHAPES[SP_KV]),
-    )
+    with_sinks = rows[~is_spkv & has_sinks]
+    without_sinks = rows[~is_spkv & ~has_sinks]
     # Draw SP-KV as a line, and every group as points
-    marks: list[Line | Points] = [_line(spkv, "ink")] if len(spkv) > 1 else []
+    marks: list[Line | Points] = []
+    if len(spkv) > 1:
+        marks.append(_line(spkv, "ink"))
+    groups = (
+        (without_sinks, Style("compressed, without sinks", hollow=True)),
+        (with_sinks, Style("compressed, with sinks")),
+        (spkv, STYLES[SP_KV]),
+    )
     for group, style in groups:
-        if not group.empty:
-            names = tuple(
-                f"τ {row.tau:g}" if row.method == SP_KV else row.method
-                for row in group.itertuples()
-            )
-            tips = tuple(
-                f"{name}, {row['sinks']:g} sinks\ndensity {row['density']:.1f} %\n{_delta(row)} %"
-                for name, (_, row) in zip(names, group.iterrows(), strict=True)
-            )
-            if "hollow" in style and not with_sinks.empty:
-                names = ()  # the dots with sinks lie beside them and have names
-            marks.append(
-                points(group, "density", *_DELTA, tips=tips, names=names, size=4.0, **style)
-            )
+        if group.empty:
+            continue
+        names = tuple(
+            f"τ {row.tau:g}" if row.method == SP_KV else row.method for row in group.itertuples()
+        )
+        tips = tuple(
+            f"{name}, {row['sinks']:g} sinks\ndensity {row['density']:.1f} %\n{_delta(row)} %"
+            for name, (_, row) in zip(names, group.iterrows(), strict=True)
+        )
+        # The dots with sinks lie beside those without and have names
+        if style.hollow and not with_sinks.empty:
+            names = ()
+        marks.append(points(group, ("density", *_DELTA), style, tips=tips, names=names, size=4.0))
     dots = pd.concat([group for group, _ in groups])
+    highest = dots["density"].max()
     return Chart(
         "baselines",
         "NLL against density, by compression rule",
-        chart.round_axis(
-            "Density, % of keys outside the window", 0.0, dots["density"].max(), padded=True
-        ),
-        chart.error_axis(
-            "NLL change from the dense model, %", *(dots[column] for column in _DELTA)
-        ),
+        chart.round_axis("Density, % of keys outside the window", 0.0, highest, padded=True),
+        _delta_axis("NLL change from the dense model, %", dots),
         tuple(marks),
         note=NOTE,
         width=520.0,
@@ -149,7 +174,8 @@ def _line(rows: pd.DataFrame, tone: chart.Tone = "accent") -> Line:
 
 
 def _delta(row: pd.Series) -> str:
-    return change(*(row[column] for column in _DELTA))
+    column, error = _DELTA
+    return change(row[column], row[error])
 
 
 def _tip(row: pd.Series, baseline: str) -> str:
@@ -167,46 +193,54 @@ def cache_nll_chart(inputs: ReportInputs, verdict: Verdict) -> Chart | None:
     if evidence is None:
         return None
     # Keep the layouts with a loss and a size
-    known = [each for each in evidence.results if np.isfinite((each.delta, each.share)).all()]
+    known = [
+        result
+        for result in evidence.results
+        if np.isfinite(result.delta) and np.isfinite(result.share)
+    ]
     if not known:
         return None
-    # Rows of layouts and of what they are compared with; sizes in MiB if the size of a head is known
+    # Sizes are in MiB if the size of a head is known
     full = full_bytes(inputs.table, inputs.context)
-    scale, unit = (100.0, "%") if full is None else (full / 2**20, "MiB")
+    scale = 100.0 if full is None else full / 2**20
+    unit = "%" if full is None else "MiB"
+    title = f"KV cache of one sequence of {inputs.context:,} tokens"
+    title += ", % of full attention's" if full is None else f", {unit}"
+    # Draw layouts and what they are compared with
     references = list(_references(inputs, evidence))
+    groups = [(LAYOUT, known)]
+    groups += [(STYLES[reference.name], [reference]) for reference in references]
     marks: list[Rule | Points] = [
         Rule(scale, f"full: {scale:,.3g} {unit}", tone="muted", dash="dotted")
     ]
-    for style, group in ((LAYOUT, known), *((SHAPES[each.name], [each]) for each in references)):
-        marks.append(
-            Points(
-                numbers((each.share for each in group), scale),
-                numbers(each.delta for each in group),
-                numbers(each.error for each in group),
-                tuple(_cache_tip(each, scale, unit) for each in group),
-                tuple(short(each.name, 22) for each in group),
-                **style,
-            )
-        )
+    marks += [_cache_points(group, style, scale, unit) for style, group in groups]
     # Fit the axis to the error bars
-    ends = [
-        each.delta + sign * np.nan_to_num(each.error)
-        for each in (*known, *references)
-        for sign in (-1, 1)
-    ]
-    of_full = "% of full attention's" if full is None else unit
+    everything = [*known, *references]
+    bars = [np.nan_to_num(result.error) for result in everything]
+    low = min(result.delta - bar for result, bar in zip(everything, bars, strict=True))
+    high = max(result.delta + bar for result, bar in zip(everything, bars, strict=True))
+    note = _note(result.error for result in everything)
     return Chart(
         "cache-nll",
         "NLL against KV cache",
-        chart.round_axis(
-            f"KV cache of one sequence of {inputs.context:,} tokens, {of_full}",
-            0.0,
-            scale,
-            padded=True,
-        ),
-        chart.spread_axis(DELTA_AXES[evidence.baseline], min(ends), max(ends)),
+        chart.round_axis(title, 0.0, scale, padded=True),
+        chart.spread_axis(DELTA_AXES[evidence.baseline], low, high),
         tuple(marks),
-        note=f"{capitalized(evidence.description)}. {_note(each.error for each in (*known, *references))}",
+        note=f"{capitalized(evidence.description)}. {note}",
+    )
+
+
+def _cache_points(results: Sequence[Result], style: Style, scale: float, unit: str) -> Points:
+    """Return losses by the size of the cache, of which full attention's is ``scale``."""
+    return Points(
+        numbers((result.share for result in results), scale),
+        numbers(result.delta for result in results),
+        numbers(result.error for result in results),
+        tips=tuple(_cache_tip(result, scale, unit) for result in results),
+        names=tuple(short(result.name, 22) for result in results),
+        label=style.label,
+        shape=style.shape,
+        tone=style.tone,
     )
 
 
@@ -227,11 +261,12 @@ def _references(inputs: ReportInputs, evidence: Evidence) -> Iterator[Result]:
         return
     rows = inputs.comparison[inputs.comparison["strategy"].isin(BASELINES)]
     for row in rows.dropna(subset=["delta_nll_percent", "density_percent"]).to_dict("records"):
-        change = row["delta_nll_percent"], row["delta_nll_standard_error"]
+        density = min(1.0, row["density_percent"] / 100)
         yield Result(
             row["strategy"],
-            *change,
-            share=inputs.cache_share(min(1.0, row["density_percent"] / 100)),
+            row["delta_nll_percent"],
+            row["delta_nll_standard_error"],
+            share=inputs.cache_share(density),
         )
 
 
@@ -253,20 +288,22 @@ def coverage_budget_chart(
     # Confidence band and knee
     if certainty is not None:
         interval_label = f"95 % interval, up to ± {certainty.reach:.1f}"
-        budget, low, high = (numbers(certainty.curve[name]) for name in ("budget", "low", "high"))
-        marks += [
-            chart.Band(budget, numbers(low, 100), numbers(high, 100), interval_label, opacity=0.3),
-            Rule(certainty.knee, f"knee {certainty.knee}"),
-        ]
+        marks.append(
+            chart.Band(
+                numbers(certainty.curve["budget"]),
+                numbers(certainty.curve["low"], 100),
+                numbers(certainty.curve["high"], 100),
+                interval_label,
+                opacity=0.3,
+            )
+        )
+        marks.append(Rule(certainty.knee, f"knee {certainty.knee}"))
         band = f"Band: {interval_label} points, over documents."
         note += f" {band} Knee: beyond it each further head adds less than average."
     # A line per strategy
     names = [str(name) for name in curve.columns if name != "budget"]
     for name, (tone, dash) in zip(names, SERIES, strict=False):
-        line = curve[["budget", name]].dropna()
-        line = line.iloc[
-            np.unique(np.linspace(0, len(line) - 1, _MAX_VERTICES).round().astype(int))
-        ]
+        line = _thinned(curve[["budget", name]].dropna())
         marks.append(Line(numbers(line["budget"]), numbers(line[name], 100), name, tone, dash))
     # A dot per layout
     heads = {
@@ -274,10 +311,11 @@ def coverage_budget_chart(
     }
     if heads:
         tips = tuple(
-            f"{name}\n{heads[name]} heads, coverage {100 * covered[name]:.1f} %" for name in heads
+            f"{name}\n{number} heads, coverage {100 * covered[name]:.1f} %"
+            for name, number in heads.items()
         )
-        dots = numbers(heads.values()), numbers((covered[name] for name in heads), 100)
-        marks.append(Points(*dots, tips=tips, tone="ink", label="layout"))
+        shares = numbers((covered[name] for name in heads), 100)
+        marks.append(Points(numbers(heads.values()), shares, tips=tips, tone="ink", label="layout"))
         note += " Dots: the layouts of this report."
     return Chart(
         "coverage-budget",
@@ -289,15 +327,19 @@ def coverage_budget_chart(
     )
 
 
-_SHAPES: tuple[chart.Shape, ...] = ("circle", "diamond", "triangle", "circle")
-_CHANGE = "Zero-shot ΔNLL, %"
-SEARCH_FIGURES = ("search-retrained", "search-front")
+def _thinned(rows: pd.DataFrame) -> pd.DataFrame:
+    """Return at most ``_MAX_VERTICES`` rows, evenly spread, with the first and the last."""
+    places = np.linspace(0, len(rows) - 1, _MAX_VERTICES).round().astype(int)
+    return rows.iloc[np.unique(places)]
 
 
-def search_charts(rows: pd.DataFrame, cost: str | None) -> list[Chart | chart.Panels]:
+def search_charts(rows: pd.DataFrame, cost: str | None) -> list[Chart | Panels]:
     """Return the charts that have data; ``cost`` names the second objective, None without one."""
-    charts = (retrained_charts(rows), None if cost is None else front_chart(rows, cost))
-    return [each for each in charts if each is not None]
+    retrained = retrained_charts(rows)
+    charts: list[Chart | Panels] = [] if retrained is None else [retrained]
+    if cost is not None:
+        charts.append(front_chart(rows, cost))
+    return charts
 
 
 def write_study_figures(folder: Path, rows: pd.DataFrame, cost: str | None) -> None:
@@ -305,13 +347,13 @@ def write_study_figures(folder: Path, rows: pd.DataFrame, cost: str | None) -> N
     from spkv_nas.report.plot import save_chart
 
     charts = search_charts(rows, cost)
-    for each in charts:
-        save_chart(folder, each)
-    for name in set(SEARCH_FIGURES) - {each.name for each in charts}:
+    for drawn in charts:
+        save_chart(folder, drawn)
+    for name in set(SEARCH_FIGURES) - {drawn.name for drawn in charts}:
         _remove(folder, name)
 
 
-def retrained_charts(rows: pd.DataFrame) -> chart.Panels | None:
+def retrained_charts(rows: pd.DataFrame) -> Panels | None:
     """Return ΔNLL after full retraining against zero-shot ΔNLL and against coverage; None without any."""
     retrained = rows.dropna(subset=["full_delta_percent"]).drop_duplicates("hash")
     if retrained.empty:
@@ -319,67 +361,62 @@ def retrained_charts(rows: pd.DataFrame) -> chart.Panels | None:
     # Axes
     value = retrained["full_delta_percent"]
     error = retrained["full_standard_error"].fillna(0.0)
-    nll_axis = chart.spread_axis(
-        "ΔNLL after full retraining, %", (value - error).min(), (value + error).max()
-    )
-    low, high = retrained["zero_shot_delta_percent"].agg(["min", "max"])
-    predictors = {
-        "zero-shot": ("zero_shot_delta_percent", chart.spread_axis(_CHANGE, low, high)),
-        "coverage": (
-            "coverage_percent",
-            chart.round_axis("Coverage, %", 0, retrained["coverage_percent"].max()),
-        ),
-    }
+    lowest = (value - error).min()
+    highest = (value + error).max()
+    nll_axis = chart.spread_axis("ΔNLL after full retraining, %", lowest, highest)
+    zero_shot = retrained["zero_shot_delta_percent"]
+    change_axis = chart.spread_axis(_CHANGE, zero_shot.min(), zero_shot.max())
+    coverage_axis = chart.round_axis("Coverage, %", 0, retrained["coverage_percent"].max())
     # Draw a chart for each predictor that was measured
     charts = []
-    for name, (column, axis) in predictors.items():
+    for name, column, axis in (
+        ("zero-shot", "zero_shot_delta_percent", change_axis),
+        ("coverage", "coverage_percent", coverage_axis),
+    ):
         if retrained[column].notna().any():
-            title = f"{capitalized(name)} and retrained NLL"
-            marks = _by_sampler(retrained, column)
-            note = "Bars: one standard error."
             charts.append(
-                Chart(f"search-retrained-{name}", title, axis, nll_axis, marks, note=note)
+                Chart(
+                    f"search-retrained-{name}",
+                    f"{capitalized(name)} and retrained NLL",
+                    axis,
+                    nll_axis,
+                    _by_sampler(retrained, column),
+                    note="Bars: one standard error.",
+                )
             )
-    return chart.Panels("search-retrained", tuple(charts))
+    return Panels("search-retrained", tuple(charts))
 
 
 def front_chart(rows: pd.DataFrame, cost: str) -> Chart:
     """Return zero-shot ΔNLL against cost: every layout, each sampler's front as a line, baselines by name."""
     value = rows["zero_shot_delta_percent"]
+    highest_cost = float(rows["cost"].max())
     # Dots and front of each sampler
     clouds: list[Mark] = []
     lines: list[Mark] = []
-    samplers = [str(name) for name in rows["sampler"].unique() if name != search_table.BASELINE]
+    samplers = _samplers(rows)
     for sampler, (tone, dash) in zip(samplers, SERIES, strict=False):
         trials = rows[rows["sampler"] == sampler].sort_values(["cost", "zero_shot_delta_percent"])
-        xy = numbers(trials["cost"]), numbers(trials["zero_shot_delta_percent"])
         clouds.append(
-            Points(*xy, layouts=tuple(map(str, trials["name"])), tone=tone, size=2.8, opacity=0.35)
+            Points(
+                numbers(trials["cost"]),
+                numbers(trials["zero_shot_delta_percent"]),
+                layouts=tuple(str(name) for name in trials["name"]),
+                tone=tone,
+                size=2.8,
+                opacity=0.35,
+            )
         )
-        lines.append(Line(*_front(trials, float(rows["cost"].max())), sampler, tone, dash, 1.8))
-    # Baselines
+        costs, losses = _front(trials, highest_cost)
+        lines.append(Line(costs, losses, sampler, tone, dash, width=1.8))
     baselines = rows[rows["sampler"] == search_table.BASELINE]
-    tips = tuple(
-        f"{row['name']}\n{row['num_global']:.0f} heads, cost {row['cost']:.4g}\n"
-        f"{signed(row['zero_shot_delta_percent'])} %"
-        for row in baselines.to_dict("records")
-    )
-    xy = numbers(baselines["cost"]), numbers(baselines["zero_shot_delta_percent"])
-    squares = Points(
-        *xy,
-        tips=tips,
-        names=_names(baselines),
-        label="baseline",
-        shape="square",
-        tone="ink",
-        size=4.5,
-    )
+    squares = [] if baselines.empty else [_baseline_points(baselines)]
     return Chart(
         "search-front",
         "NLL against cost",
-        chart.round_axis(capitalized(cost), 0.0, float(rows["cost"].max())),
+        chart.round_axis(capitalized(cost), 0.0, highest_cost),
         chart.round_axis(_CHANGE, min(0.0, float(value.min())), float(value.max())),
-        (*clouds, *lines, *([squares] if len(baselines) else [])),
+        (*clouds, *lines, *squares),
         description=f"Lowest zero-shot ΔNLL at each cost, by sampler: {', '.join(samplers)}.",
         note="Lines: the front of each sampler. Dots: all layouts. Squares are baselines.",
         width=440.0,
@@ -387,15 +424,40 @@ def front_chart(rows: pd.DataFrame, cost: str) -> Chart:
     )
 
 
+def _samplers(rows: pd.DataFrame) -> list[str]:
+    """Return the samplers of a search without the baselines, in the order of the table."""
+    return [str(name) for name in rows["sampler"].unique() if name != search_table.BASELINE]
+
+
+def _baseline_points(rows: pd.DataFrame) -> Points:
+    """Return the baselines of a search by cost, with their names."""
+    tips = tuple(
+        f"{row['name']}\n{row['num_global']:.0f} heads, cost {row['cost']:.4g}\n"
+        f"{signed(row['zero_shot_delta_percent'])} %"
+        for row in rows.to_dict("records")
+    )
+    return Points(
+        numbers(rows["cost"]),
+        numbers(rows["zero_shot_delta_percent"]),
+        tips=tips,
+        names=_names(rows),
+        label="baseline",
+        shape="square",
+        tone="ink",
+        size=4.5,
+    )
+
+
 def _by_sampler(retrained: pd.DataFrame, column: str) -> tuple[Points, ...]:
     """Return a group of points per sampler, each of a shape and a tone, with the baselines named."""
-    samplers = [
-        str(name) for name in retrained["sampler"].unique() if name != search_table.BASELINE
-    ]
-    styles = [("square", "ink"), *zip(_SHAPES, (tone for tone, _ in SERIES), strict=True)]
+    samplers = _samplers(retrained)
+    tones = [tone for tone, _ in SERIES]
+    styles = [Style(search_table.BASELINE, "square", "ink")]
+    for sampler, shape, tone in zip(samplers, _SHAPES, tones, strict=False):
+        styles.append(Style(sampler, shape, tone))
     groups = []
-    for sampler, (shape, tone) in zip((search_table.BASELINE, *samplers), styles, strict=False):
-        subset = retrained[retrained["sampler"] == sampler].dropna(subset=[column])
+    for style in styles:
+        subset = retrained[retrained["sampler"] == style.label].dropna(subset=[column])
         if subset.empty:
             continue
         tips = tuple(
@@ -404,11 +466,9 @@ def _by_sampler(retrained: pd.DataFrame, column: str) -> tuple[Points, ...]:
             f"retrained {change(row['full_delta_percent'], row['full_standard_error'])} %"
             for row in subset.to_dict("records")
         )
-        names = _names(subset) if sampler == search_table.BASELINE else ()
-        columns = column, "full_delta_percent", "full_standard_error"
-        groups.append(
-            points(subset, *columns, tips=tips, names=names, label=sampler, shape=shape, tone=tone)
-        )
+        names = _names(subset) if style.label == search_table.BASELINE else ()
+        columns = (column, "full_delta_percent", "full_standard_error")
+        groups.append(points(subset, columns, style, tips=tips, names=names))
     return tuple(groups)
 
 
@@ -421,12 +481,13 @@ def _front(trials: pd.DataFrame, end: float) -> tuple[chart.Numbers, chart.Numbe
     ordered = trials.sort_values(["cost", "zero_shot_delta_percent"])
     lowest = ordered["zero_shot_delta_percent"].cummin()
     is_lower = lowest != lowest.shift()
-    return (*numbers(np.repeat(ordered.loc[is_lower, "cost"], 2)[1:]), end), numbers(
-        np.repeat(lowest[is_lower], 2)
-    )
+    # Each step ends at the cost of the next one
+    costs = np.repeat(ordered.loc[is_lower, "cost"], 2)[1:]
+    losses = np.repeat(lowest[is_lower], 2)
+    return (*numbers(costs), end), numbers(losses)
 
 
-def save_figure(folder: Path, drawn: Chart | chart.Panels) -> Path | None:
+def save_figure(folder: Path, drawn: Chart | Panels) -> Path | None:
     """Write a table's picture, return its PNG; without drawing libraries remove an older one, warn, return None."""
     try:
         from spkv_nas.report.plot import save_chart
