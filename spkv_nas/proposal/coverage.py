@@ -67,11 +67,10 @@ def domain_coverage(table: head_scores.HeadScores, layout: Layout) -> dict[str, 
     for domain in table.domains:
         density = table.domain_density(domain)
         total = float(density.sum())
-        covered[domain] = (
-            float(density[layout.global_mask].sum()) / total
-            if total and not layout.windows
-            else math.nan
-        )
+        if total and not layout.windows:
+            covered[domain] = float(density[layout.global_mask].sum()) / total
+        else:
+            covered[domain] = math.nan
     return covered
 
 
@@ -113,27 +112,29 @@ def provenance(
     table: head_scores.HeadScores, layout: Layout, budget: float, seed: int | None = None
 ) -> dict[str, Any]:
     """Return the provenance to record in a layout file: probe, budget, coverage, threshold, seed, version."""
-    covered = coverage(table, layout)
-    origin = {
+    origin: dict[str, Any] = {
         "probe": table.name,
         "probe_hash": table.content_hash,
         "budget": budget,
-        **({} if math.isnan(covered) else {"coverage": round(covered, 4)}),
-        "tau": histogram.rounded_tau(table.tau) if table.is_density else None,
-        "seed": seed,
-        "created_by": f"spkv-nas {version.__version__}",
     }
+    covered = coverage(table, layout)
+    if not math.isnan(covered):
+        origin["coverage"] = round(covered, 4)
+    origin["tau"] = histogram.rounded_tau(table.tau) if table.is_density else None
+    origin["seed"] = seed
+    origin["created_by"] = f"spkv-nas {version.__version__}"
     if table.selection is not None:
         origin[selection.SELECTION] = table.selection
     if not table.is_density:
-        origin |= {"signal": table.signal, "source": table.metadata.get("source")}
+        origin["signal"] = table.signal
+        origin["source"] = table.metadata.get("source")
     # Record how documents were separated, where a user chose it
     separator = table.metadata.get("separator")
     if isinstance(separator, Mapping):
-        chosen = {} if "nll" in separator else {"separator": separator.get("best")}
-        origin |= chosen | (
-            {"documents": separator["documents"]} if "documents" in separator else {}
-        )
+        if "nll" not in separator:
+            origin["separator"] = separator.get("best")
+        if "documents" in separator:
+            origin["documents"] = separator["documents"]
     return origin
 
 
@@ -153,30 +154,37 @@ class Bootstrap:
 
     def coverage(self, mask: Mask) -> tuple[float, float]:
         """Return the 95 % interval of the coverage of the heads in a bool mask [L, Hkv]."""
-        low, high = np.quantile(self.density[:, mask].sum(1) / self.density.sum((1, 2)), _TAILS)
+        covered = self.density[:, mask].sum(1) / self.density.sum((1, 2))
+        low, high = np.quantile(covered, _TAILS)
         return float(low), float(high)
 
     def loss(self, best: Mask, mask: Mask, *, robust: bool = False) -> tuple[float, float]:
         """Return the 95 % interval of the coverage, if ``robust`` the lowest, by which ``mask`` is below ``best``."""
         density = self.domain_density if robust else self.density[:, None]  # [R, P or 1, L, Hkv]
         total = density.sum((2, 3))
-        density, total = density[(total > 0).all(1)], total[(total > 0).all(1)]
-        covered, reached = ((density[:, :, heads].sum(2) / total).min(1) for heads in (best, mask))
-        low, high = np.quantile(covered - reached, _TAILS)
+        # Leave out resamples in which a domain keeps nothing
+        is_defined = (total > 0).all(1)
+        density = density[is_defined]
+        total = total[is_defined]
+        best_covered = (density[:, :, best].sum(2) / total).min(1)
+        covered = (density[:, :, mask].sum(2) / total).min(1)
+        low, high = np.quantile(best_covered - covered, _TAILS)
         return float(low), float(high)
 
     def curve(self) -> pd.DataFrame:
         """Return the 95 % interval of the densest heads' coverage by budget, columns budget, low, high."""
         is_head = self.table.is_head
         order = np.argsort(-self.table.density[is_head], kind="stable")
-        covered = self.density[:, is_head][:, order].cumsum(1)
-        low, high = np.quantile(covered / covered[:, -1:], _TAILS, axis=0)
-        return pd.DataFrame({"budget": np.arange(1, low.size + 1), "low": low, "high": high})
+        sums = self.density[:, is_head][:, order].cumsum(1)
+        low, high = np.quantile(sums / sums[:, -1:], _TAILS, axis=0)
+        budget = np.arange(1, low.size + 1)
+        return pd.DataFrame({"budget": budget, "low": low, "high": high})
 
     def knee_interval(self) -> tuple[int, int]:
         """Return the 95 % interval of ``knee``."""
         densities = self.density[:, self.table.is_head]
-        low, high = np.quantile([_knee(density) for density in densities], _TAILS, method="nearest")
+        knees = [_knee(density) for density in densities]
+        low, high = np.quantile(knees, _TAILS, method="nearest")
         return int(low), int(high)
 
     def probability(self, budget: int) -> Float:
@@ -193,7 +201,9 @@ class Bootstrap:
         It maps densities, [P, L, Hkv] if ``robust``, else [1, L, Hkv], to a bool mask [L, Hkv].
         """
         samples = self.domain_density if robust else self.density[:, None]
-        samples = samples[np.all(samples.any((2, 3)), axis=1)][:NUM_SOLVED]  # skip all-zero domains
+        # Leave out resamples in which a domain keeps nothing
+        is_defined = np.all(samples.any((2, 3)), axis=1)
+        samples = samples[is_defined][:NUM_SOLVED]
         counts = np.zeros(samples.shape[2:])
         for number, density in enumerate(samples, 1):
             counts += choose(density)
@@ -209,13 +219,9 @@ def bootstrap(table: head_scores.HeadScores) -> Bootstrap | None:
     in all heads of each document.
     """
     documents = table.documents
-    if (
-        documents is None
-        or not (np.bincount(documents.domain) > 1).any()
-        or not documents.kept.any()
-    ):
+    if documents is None or not documents.kept.any():
         return None
-    if _is_constant(documents, table.is_head):
+    if not (np.bincount(documents.domain) > 1).any() or _is_constant(documents, table.is_head):
         return None
     # Resample each domain: document multiplicities [R, N], then densities [R, L, Hkv]
     generator = np.random.default_rng(0)
@@ -224,17 +230,15 @@ def bootstrap(table: head_scores.HeadScores) -> Bootstrap | None:
         in_domain = documents.domain == number
         kept = documents.kept[in_domain]
         tokens = documents.tokens[in_domain]
-        multiplicities = generator.multinomial(
-            len(tokens), np.full(len(tokens), 1 / len(tokens)), NUM_RESAMPLES
-        ).astype(float)
-        density = (
-            multiplicities @ kept.reshape(len(tokens), -1) / (multiplicities @ tokens)[:, None]
-        )
+        size = len(tokens)
+        multiplicities = generator.multinomial(size, np.full(size, 1 / size), NUM_RESAMPLES)
+        weights = multiplicities.astype(float)
+        density = weights @ kept.reshape(size, -1) / (weights @ tokens)[:, None]
         densities.append(density.reshape(NUM_RESAMPLES, *kept.shape[1:]))
     domain_density = np.stack(densities, axis=1)
-    return Bootstrap(
-        table, domain_density[domain_density.any((1, 2, 3))]
-    )  # coverage needs a nonzero density
+    # Coverage needs a density above 0
+    is_defined = domain_density.any((1, 2, 3))
+    return Bootstrap(table, domain_density[is_defined])
 
 
 def _is_constant(documents: histogram.DocumentCounts, is_head: Mask) -> bool:
@@ -267,29 +271,32 @@ def beyond_doubt(probability: Float) -> tuple[int, int, int]:
 def caution(table: head_scores.HeadScores) -> str | None:
     """Explain what the confidence intervals miss, or why there are none; None if neither applies."""
     documents = table.documents
-    # Explain why there are no intervals
-    if documents is None and not table.is_density:  # no other score is measured by document
-        return None
     if documents is None:
-        return (
-            f"no confidence interval available: '{table.name}' has no per-document counts (run the probe again to "
-            "record them)"
-        )
+        return _why_not_by_document(table)
     counts = np.bincount(documents.domain, minlength=len(documents.domains))
+    # Explain why there are no intervals
     if not (counts > 1).any():
         return f"no confidence interval available: '{table.name}' has only one document per domain"
     if _is_constant(documents, table.is_head):
         return f"no confidence interval available: in every document of '{table.name}' all heads have the same score"
     # Explain what the intervals leave out
-    single_document_domains = [
-        name for name, count in zip(documents.domains, counts, strict=True) if count == 1
-    ]
     if documents.num_documents < statistics.FEW_DOCUMENTS:
         return f"confidence intervals based on only {documents.num_documents} documents are rough and likely too narrow"
-    if not single_document_domains:
+    single = [name for name, count in zip(documents.domains, counts, strict=True) if count == 1]
+    if not single:
         return None
-    listed = ", ".join(single_document_domains)
+    listed = ", ".join(single)
     return f"confidence intervals do not cover the variation within domains of a single document: {listed}"
+
+
+def _why_not_by_document(table: head_scores.HeadScores) -> str | None:
+    """Explain why there are no counts by document; None for scores that are never measured by document."""
+    if not table.is_density:
+        return None
+    return (
+        f"no confidence interval available: '{table.name}' has no per-document counts (run the probe again to "
+        "record them)"
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -314,28 +321,32 @@ class Certainty:
         solved: Mapping[str, Float] | None = None,
     ) -> "Certainty":
         """Summarise a bootstrap for the ``budget`` densest heads, ``layouts``, and probabilities of ``solved`` ones."""
+        probability = {"densest": resampled.probability(budget)}
+        if solved is not None:
+            probability |= solved
+        intervals = {
+            name: resampled.coverage(layout.global_mask)
+            for name, layout in layouts.items()
+            if not layout.windows
+        }
         return cls(
-            budget,
-            {"densest": resampled.probability(budget), **(solved or {})},
-            {
-                name: resampled.coverage(each.global_mask)
-                for name, each in layouts.items()
-                if not each.windows
-            },
-            resampled.curve(),
-            knee(resampled.table),
-            resampled.knee_interval(),
+            budget=budget,
+            probability=probability,
+            intervals=intervals,
+            curve=resampled.curve(),
+            knee=knee(resampled.table),
+            knee_interval=resampled.knee_interval(),
         )
 
     def heads(self, table: head_scores.HeadScores) -> pd.DataFrame:
         """Return one row per head: layer, kv_head, density, and its selection probability by strategy."""
         layer, head = np.nonzero(table.is_head)
-        columns = {
-            name: probability[table.is_head] for name, probability in self.probability.items()
-        }
-        return pd.DataFrame(
-            {"layer": layer, "kv_head": head, "density": table.density[layer, head], **columns}
+        rows = pd.DataFrame(
+            {"layer": layer, "kv_head": head, "density": table.density[layer, head]}
         )
+        for name, probability in self.probability.items():
+            rows[name] = probability[table.is_head]
+        return rows
 
     @property
     def reach(self) -> float:
@@ -349,17 +360,18 @@ class Certainty:
 
     def sentences(self) -> list[str]:
         """Describe the certainty of the choice of heads, one sentence per strategy, and of the knee."""
+        level = f"{100 * LEVEL:.0f} %"
         sentences = []
         for name, probability in self.probability.items():
             chosen, excluded, undecided = beyond_doubt(probability)
             interval = f"coverage {self.interval(name)}; " if name in self.intervals else ""
             sentences.append(
                 f"{name}: {interval}of {len(self.curve)} heads, {chosen} are selected and {excluded} excluded in at "
-                f"least {100 * LEVEL:.0f} % of the resamples, {undecided} are undecided"
+                f"least {level} of the resamples, {undecided} are undecided"
             )
         low, high = self.knee_interval
-        interval = f"{100 * LEVEL:.0f} % interval {low} to {high}"
-        return [
-            *sentences,
-            f"knee: {self.knee} heads ({interval}); beyond it each further head adds less than average",
-        ]
+        sentences.append(
+            f"knee: {self.knee} heads ({level} interval {low} to {high}); "
+            "beyond it each further head adds less than average"
+        )
+        return sentences

@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.artifacts.measurement import Measurement, loss_text
+from spkv_nas.artifacts.measurement import Answer, Measurement, loss_text
 from spkv_nas.report import chart, density_charts
 from spkv_nas.report.chart import Chart, Line, Mark, Panels, Points, Rule
 from spkv_nas.report.evidence import VERDICT, Evidence, Result, all_evidence
@@ -16,8 +16,8 @@ from spkv_nas.report.formatting import short, with_minus
 from spkv_nas.report.inputs import ReportInputs
 from spkv_nas.report.verdict import Verdict
 
-_SHAPES: dict[str, tuple[chart.Shape, chart.Tone]]
-_SHAPES = {
+# Shape and tone of the points of each answer
+_STYLES: dict[Answer, tuple[chart.Shape, chart.Tone]] = {
     "passes": ("circle", "accent"),
     "fails": ("diamond", "second"),
     "open": ("square", "muted"),
@@ -30,8 +30,9 @@ def answer_layout(inputs: ReportInputs, verdict: Verdict) -> Layout | None:
     if verdict.evidence is None or verdict.layout is None or verdict.evidence.source != VERDICT:
         return None
     measured = verdict.layout.measured[0]
+    name = measured.candidate
     file = next(file for file in inputs.verdicts if file.path == measured.source)
-    return file.layout(measured.candidate, file.record["layouts"][measured.candidate]["heads"])
+    return file.layout(name, file.record["layouts"][name]["heads"])
 
 
 def answer_charts(
@@ -53,49 +54,47 @@ def loss_memory_chart(evidence: Sequence[Evidence], verdict: Verdict) -> Chart |
     chosen = verdict.layout
     if chosen is None or not chosen.measured:
         return None
-    criterion = chosen.measured[0].criterion
-    # Collect the measurements by the criterion of the headline
-    points = [
-        (result, measured)
-        for mode in evidence
-        if mode.source == VERDICT
-        for result in mode.results
-        for measured in result.measured
-        if measured.criterion == criterion
-        and not math.isnan(measured.loss)
-        and not math.isnan(_memory(result))
-    ]
+    first = chosen.measured[0]
+    points = _measured_by(evidence, first.criterion)
     if not points:
         return None
-    unit = chosen.measured[0].unit
-    margin = chosen.measured[0].margin
+    margin = first.margin
     # Fit the axes to the losses, and to intervals within some margins
-    reach = max(_REACH * margin, *(abs(measured.loss) for _, measured in points))
-    ends = [
-        end
-        for _, measured in points
-        for end in (measured.loss, *_ends(measured))
-        if abs(end) <= reach
-    ]
+    losses = [measured.loss for _, measured in points]
+    reach = max(_REACH * margin, *(abs(loss) for loss in losses))
+    ends = [end for _, measured in points for end in _ends(measured)]
+    shown = [value for value in (*losses, *ends) if abs(value) <= reach]
     y = chart.round_axis(
-        f"Loss ({criterion}), {unit}", min(0.0, *ends), max(margin, *ends), padded=True
-    )
-    x = chart.round_axis(
-        "KV cache, % of full attention's",
-        0.0,
-        max(_memory(result) for result, _ in points),
+        f"Loss ({first.criterion}), {first.unit}",
+        min(0.0, *shown),
+        max(margin, *shown),
         padded=True,
     )
+    most = max(_memory(result) for result, _ in points)
+    x = chart.round_axis("KV cache, % of full attention's", 0.0, most, padded=True)
     return Chart(
         "loss-memory",
         "Loss against memory of what was measured",
         x,
         y,
-        tuple(_loss_memory_marks(points, chosen, margin, unit, y)),
+        tuple(_loss_memory_marks(points, chosen, y)),
         note="Vertical lines are intervals that hold at any time; an end that is not known is left out. The ring marks "
         "the chosen layout.",
         height=300.0,
     )
+
+
+def _measured_by(evidence: Sequence[Evidence], criterion: str) -> list[tuple[Result, Measurement]]:
+    """Return the measurements of verdicts by a criterion whose loss and memory are known, with their layouts."""
+    results = [result for mode in evidence if mode.source == VERDICT for result in mode.results]
+    return [
+        (result, measured)
+        for result in results
+        for measured in result.measured
+        if measured.criterion == criterion
+        and not math.isnan(measured.loss)
+        and not math.isnan(_memory(result))
+    ]
 
 
 def _memory(result: Result) -> float:
@@ -110,45 +109,29 @@ def _ends(measured: Measurement) -> list[float]:
 
 
 def _loss_memory_marks(
-    points: Sequence[tuple[Result, Measurement]],
-    chosen: Result,
-    margin: float,
-    unit: str,
-    y: chart.Axis,
+    points: Sequence[tuple[Result, Measurement]], chosen: Result, y: chart.Axis
 ) -> list[Mark]:
     """Return the margin, the intervals, the ring of the chosen layout, and the points by answer."""
-    marks: list[Mark] = [Rule(margin, f"margin {margin:g} {unit}", vertical=False, tone="muted")]
+    first = chosen.measured[0]
+    margin = f"margin {first.margin:g} {first.unit}"
+    marks: list[Mark] = [Rule(first.margin, margin, vertical=False, tone="muted")]
     for result, measured in points:
+        # An end that is not known is the loss itself, so that no line is drawn to it
         low = measured.loss if math.isnan(measured.low) else max(measured.low, y.low)
         high = measured.loss if math.isnan(measured.high) else min(measured.high, y.high)
         memory = _memory(result)
-        marks.append(
-            Line(
-                (memory, memory),
-                (low, high),
-                tone=_SHAPES[measured.answer][1],
-                width=3.0,
-                opacity=0.4,
-            )
-        )
-    ring = next(
-        measured for measured in chosen.measured if measured.criterion == points[0][1].criterion
-    )
-    if not math.isnan(ring.loss):
-        marks.append(
-            Points(
-                (_memory(chosen),), (ring.loss,), shape="circle", tone="ink", size=10.0, hollow=True
-            )
-        )
-    for answer, (shape, tone) in _SHAPES.items():
+        _, tone = _STYLES[measured.answer]
+        marks.append(Line((memory, memory), (low, high), tone=tone, width=3.0, opacity=0.4))
+    if not math.isnan(first.loss):
+        marks.append(Points((_memory(chosen),), (first.loss,), tone="ink", size=10.0, hollow=True))
+    for answer, (shape, tone) in _STYLES.items():
         group = [(result, measured) for result, measured in points if measured.answer == answer]
         if group:
-            tips = (_tip(result, measured) for result, measured in group)
             marks.append(
                 Points(
                     tuple(_memory(result) for result, _ in group),
                     tuple(measured.loss for _, measured in group),
-                    tips=tuple(tips),
+                    tips=tuple(_tip(result, measured) for result, measured in group),
                     names=tuple(short(result.name, 24) for result, _ in group),
                     label=answer,
                     shape=shape,

@@ -21,23 +21,29 @@ _DELTA = ("delta_nll_percent", "delta_nll_standard_error")
 
 
 def _digits(column: str, digits: int, factor: float = 1.0) -> Cell:
+    """Return a function that formats a column of a row, times a factor."""
     return lambda line: number(factor * line[column], digits)
 
 
 def _with_error(column: str, error: str, form: Callable[[float, float], str] = change) -> Cell:
+    """Return a function that formats a column of a row with its standard error."""
     return lambda line: form(line[column], line[error])
 
 
-_COLUMNS: dict[str, tuple[str, Cell]] = {  # title and cell of every column that sections show
+def _delta(line: Line) -> str:
+    """Format the change of NLL of a row, or say that it is the reference."""
+    column, error = _DELTA
+    return line.get("reference") or change(line[column], line[error])
+
+
+# Title and cell of every column that sections show
+_COLUMNS: dict[str, tuple[str, Cell]] = {
     "against": ("Baseline", _digits("against", 3)),
     "against_density": ("Baseline density, %", _digits("against_density", 1, 100)),
     "against_ppl": ("Baseline PPL", _digits("against_ppl", 3)),
     "checkpoint": ("Baseline", lambda line: line["label"]),
     "coverage": ("Coverage, %", _digits("coverage_percent", 2)),
-    "delta": (
-        "Δ NLL, %",
-        lambda line: line.get("reference") or change(*(line[column] for column in _DELTA)),
-    ),
+    "delta": ("Δ NLL, %", _delta),
     "density": ("Density, %", _digits("density", 1, 100)),
     "difference": ("Difference", _with_error("difference", "difference_standard_error")),
     "difference_percent": (
@@ -67,10 +73,13 @@ _COLUMNS: dict[str, tuple[str, Cell]] = {  # title and cell of every column that
 
 def read_benchmarks(folder: Path) -> tuple[chart.Section, ...]:
     """Return the sections of the result tables in a folder. Raises ``UserError``: a table cannot be read."""
-    tables = {kind: kind.read(folder) for kind in SECTIONS}
-    return tuple(
-        SECTIONS[kind](kind.name, *table) for kind, table in tables.items() if table is not None
-    )
+    sections = []
+    for kind, make in SECTIONS.items():
+        table = kind.read(folder)
+        if table is not None:
+            rows, record = table
+            sections.append(make(kind.name, rows, record))
+    return tuple(sections)
 
 
 def file_section(
@@ -82,44 +91,60 @@ def file_section(
 
 
 def _section(
-    title: str, about: str, rows: pd.DataFrame, first: str, columns: str, **fields: Any
+    name: str,
+    title: str,
+    about: str,
+    rows: pd.DataFrame,
+    *,
+    first: str,
+    columns: str,
+    findings: tuple[str, ...] = (),
+    charts: tuple[chart.Chart, ...] = (),
 ) -> chart.Section:
     """Return the section of a result table; ``columns`` are names of ``_COLUMNS``, ``first`` titles the one before.
 
     ``rows`` have a column ``head`` and, if they are needed, ``tag``, ``group`` (rows between two lines) and ``folded``.
     """
     names = columns.split()
-    parts: tuple[dict[Any, list[chart.Row]], ...] = ({}, {})
+    shown: dict[object, list[chart.Row]] = {}
+    folded: dict[object, list[chart.Row]] = {}
     for line in rows.to_dict("records"):
-        row = chart.Row(
-            str(line["head"]), tuple(_COLUMNS[name][1](line) for name in names), line.get("tag", "")
-        )
-        parts[line.get("folded", False)].setdefault(line.get("group"), []).append(row)
-    shown, folded = (tuple(map(tuple, part.values())) for part in parts)
-    header = (first, *(_COLUMNS[name][0] for name in names))
+        cells = tuple(_COLUMNS[column][1](line) for column in names)
+        row = chart.Row(str(line["head"]), cells, line.get("tag", ""))
+        groups = folded if line.get("folded", False) else shown
+        groups.setdefault(line.get("group"), []).append(row)
     return chart.Section(
-        title=title, about=about, header=header, groups=shown, folded=folded, **fields
+        name,
+        title,
+        about,
+        (first, *(_COLUMNS[column][0] for column in names)),
+        tuple(tuple(group) for group in shown.values()),
+        findings=findings,
+        folded=tuple(tuple(group) for group in folded.values()),
+        charts=charts,
     )
 
 
-def _ties(rows: pd.DataFrame, column: str, error: str, critical: Any = 2.0) -> list[str]:
+def _ties(
+    rows: pd.DataFrame, column: str, error: str, critical: "pd.Series[float] | float" = 2.0
+) -> list[str]:
     """Return a tag for every difference of at most ``critical`` standard errors, else "", also if either is NaN."""
-    return [_TIED if is_tied else "" for is_tied in rows[column].abs() <= critical * rows[error]]
+    is_tied = rows[column].abs() <= critical * rows[error]
+    return [_TIED if tied else "" for tied in is_tied]
 
 
 def _evaluated(name: str, rows: pd.DataFrame, record: Record) -> chart.Section:
     """Return the section of ``evaluation.csv``: a row per checkpoint."""
     # Name checkpoints after what their run trained and the run's folder, else by their path
-    labels = {
-        str(path): f"{variant} ({PurePath(str(path)).parent.name})"
-        if variant
-        else without_folder(str(path))
-        for path, variant in zip(rows["checkpoint"], rows["variant"], strict=True)
-    }
+    labels = {}
+    for path, variant in zip(rows["checkpoint"].astype(str), rows["variant"], strict=True):
+        run = PurePath(path).parent.name
+        labels[path] = f"{variant} ({run})" if variant else without_folder(path)
     length = record.get("block_size")
     critical = rows["effective_documents"].map(critical_errors)
     blocks = "" if length is None else f", in blocks of {length} tokens"
     return _section(
+        name,
         "Checkpoints side by side",
         f"NLL in nats per token on the same held-out documents{blocks}. ΔNLL is against the checkpoint under "
         "“Baseline”, ± one standard error, paired by document. “Effective” is the number of equally long documents "
@@ -129,9 +154,8 @@ def _evaluated(name: str, rows: pd.DataFrame, record: Record) -> chart.Section:
             label=[labels.get(str(each), str(each)) or "—" for each in rows["against"]],
             tag=_ties(rows, *_DELTA, critical),
         ),
-        "Checkpoint",
-        "documents effective tokens nll density checkpoint delta",
-        name=name,
+        first="Checkpoint",
+        columns="documents effective tokens nll density checkpoint delta",
     )
 
 
@@ -140,13 +164,13 @@ def _scores(name: str, rows: pd.DataFrame, record: Record) -> chart.Section:
     names = rows.groupby("hash", sort=False)["strategy"].agg(" = ".join)
     layouts = rows[rows["hash"] != ""].drop_duplicates("hash")
     return _section(
+        name,
         "Layouts without training",
         f"NLL in nats per token of the unchanged weights with each layout, on {_text_size(record)}. ΔNLL is against "
         "full attention, ± one standard error, paired by document.",
         layouts.assign(head=layouts["hash"].map(names)),
-        "Layout",
-        "delta nll global kv_cache coverage",
-        name=name,
+        first="Layout",
+        columns="delta nll global kv_cache coverage",
     )
 
 
@@ -158,6 +182,7 @@ def _baselines(name: str, rows: pd.DataFrame, record: Record) -> chart.Section:
     is_spkv = rows["method"] == comparison.SP_KV
     spkv = [f"SP-KV, τ = {tau:g}" if tau else "SP-KV, gates open" for tau in rows["tau"]]
     return _section(
+        name,
         "Post-hoc KV-cache compression",
         f"The dense model with keys evicted by training-free rules, on {_text_size(record)}, read in chunks of "
         f"{record.get('chunk', '?')} tokens{protocol}; the window of {record.get('window', '?')} is always kept. "
@@ -171,9 +196,8 @@ def _baselines(name: str, rows: pd.DataFrame, record: Record) -> chart.Section:
             group=rows["target_density"].astype(str).mask(is_dense | is_spkv, rows["method"]),
             folded=True,
         ),
-        "Method",
-        "delta nll sinks target density",
-        name=name,
+        first="Method",
+        columns="delta nll sinks target density",
         charts=(result_charts.baselines_chart(rows),),
     )
 
@@ -181,30 +205,32 @@ def _baselines(name: str, rows: pd.DataFrame, record: Record) -> chart.Section:
 def _ruler(name: str, rows: pd.DataFrame, record: Record) -> chart.Section:
     """Return the section of RULER: averages by length, with every task in the folded rows."""
     haystack = record.get("haystack", "RULER's noise")
+    place = haystack if isinstance(haystack, str) else "the essays provided"
     is_average = rows["task"].str.startswith(_AVERAGE)
     # Mark scores at the floor, and ties with the baseline
     at_floor = rows["score"] - rows["floor"] <= 2 * rows["standard_error"]
-    tags = zip(at_floor, _ties(rows, "difference", "difference_standard_error"), strict=True)
+    ties = _ties(rows, "difference", "difference_standard_error")
+    tags = []
+    for is_low, tie in zip(at_floor, ties, strict=True):
+        marks = ["not above the floor" if is_low else "", tie]
+        tags.append(", ".join(mark for mark in marks if mark))
     return _section(
+        name,
         "RULER",
         f"{_checkpoints(record)}Share of correct answers, ± one standard error over samples; needles are hidden in "
-        f"{haystack if isinstance(haystack, str) else 'the essays provided'}. The floor is the score of the same "
+        f"{place}. The floor is the score of the same "
         f"checkpoint with every head local to {record.get('floor_window', '?')} tokens, which it reaches without "
         "long-range attention or by chance; its standard error is not known. “Not significantly different”: "
         "within two standard errors of the baseline, paired by sample. In brackets: an exact 95 % interval, where all "
         "samples agree.",
         rows.assign(
             head=rows["task"],
-            tag=[
-                ", ".join(filter(None, ("not above the floor" if low else "", tie)))
-                for low, tie in tags
-            ],
+            tag=tags,
             group=rows["length"].mask(is_average, 0),
             folded=~is_average,
         ),
-        "Task",
-        f"length samples score floor density {_pair(rows)}",
-        name=name,
+        first="Task",
+        columns=f"length samples score floor density {_pair(rows)}",
     )
 
 
@@ -214,6 +240,7 @@ def _tasks(name: str, rows: pd.DataFrame, record: Record) -> chart.Section:
     ties = _ties(rows, "difference", "difference_standard_error")
     is_average = rows["task"].str.startswith(_AVERAGE)
     return _section(
+        name,
         "Downstream tasks",
         f"{_checkpoints(record)}By lm-eval{limit}, ± one standard error over samples. Chance-level scores are "
         "not shown. “Not significantly different”: within two standard errors of the baseline, paired by sample. In "
@@ -221,46 +248,46 @@ def _tasks(name: str, rows: pd.DataFrame, record: Record) -> chart.Section:
         rows.assign(head=rows["task"], tag=ties, group=is_average).sort_values(
             "group", kind="stable"
         ),
-        "Task",
-        f"metric shots samples value density {_pair(rows)}",
-        name=name,
+        first="Task",
+        columns=f"metric shots samples value density {_pair(rows)}",
     )
 
 
 def _longppl(name: str, rows: pd.DataFrame, record: Record) -> chart.Section:
+    """Return the section of LongPPL by domain; domains without a result are named with the reason."""
     evaluator = record.get("evaluator") or {}
     withheld = record.get("withheld") or {}
-    evaluator_note = (
-        f" by {without_folder(str(evaluator['model']))}" if "model" in evaluator else ""
-    )
+    evaluator_note = ""
+    if "model" in evaluator:
+        evaluator_note = f" by {without_folder(str(evaluator['model']))}"
+    ties = _ties(rows, "difference_percent", "difference_standard_error")
     # Add columns if there is a baseline
-    pair = (
-        "against against_ppl against_density difference_percent"
-        if rows["against_ppl"].notna().any()
-        else ""
-    )
+    columns = "documents tokens keys longppl ppl density"
+    if rows["against_ppl"].notna().any():
+        columns += " against against_ppl against_density difference_percent"
     return _section(
+        name,
         "LongPPL",
         f"{_checkpoints(record)}Perplexity of the key tokens only, which a long context makes much likelier, chosen"
         f"{evaluator_note}; ± one standard error by document, beside the perplexity of all tokens. "
         "The SP-KV paper uses the name for its validation text, which is a different measure. “Not significantly "
         "different”: within two standard errors of the baseline, on the same key tokens.",
-        rows.assign(
-            head=rows["domain"], tag=_ties(rows, "difference_percent", "difference_standard_error")
-        ),
-        "Domain",
-        f"documents tokens keys longppl ppl density {pair}",
-        name=name,
+        rows.assign(head=rows["domain"], tag=ties),
+        first="Domain",
+        columns=columns,
         findings=tuple(f"{domain}: {reason}." for domain, reason in withheld.items()),
     )
 
 
 def _checkpoints(record: Record) -> str:
     """Return the checkpoints' names as the start of a paragraph, as far as they are recorded."""
+    if "model" not in record:
+        return ""
+    names = without_folder(str(record["model"]))
     against = record.get("against")
-    other = against["model"] if isinstance(against, Mapping) and "model" in against else None
-    baseline = "" if other is None else f"; baseline {without_folder(str(other))}"
-    return f"{without_folder(str(record['model']))}{baseline}. " if "model" in record else ""
+    if isinstance(against, Mapping) and against.get("model") is not None:
+        names += f"; baseline {without_folder(str(against['model']))}"
+    return f"{names}. "
 
 
 def _pair(rows: pd.DataFrame) -> str:

@@ -3,7 +3,7 @@
 import math
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -41,13 +41,10 @@ class Result:
     # Bool [L, Hkv], the global heads; None if only the layout's name is known
     mask: arrays.Mask | None = None
     nll: float = math.nan  # nats per token; NaN: unknown
-    measured: tuple[
-        Measurement, ...
-    ] = ()  # by each criterion of the one verdict that it is from; () without one
+    # by each criterion of the one verdict that it is from; () without one
+    measured: tuple[Measurement, ...] = ()
     answer: str = ""  # of that verdict by all criteria: passes, fails or open
-    share: float = (
-        math.nan
-    )  # KV cache of one sequence, as a share of full attention's; NaN: unknown
+    share: float = math.nan  # KV cache of one sequence, of full attention's; NaN: unknown
     reach: str = ""  # ``Layout.reach`` of a layout of several windows; "" for others
     content: str = ""  # ``Layout.content_hash`` of a layout of several windows; "" for others
 
@@ -68,9 +65,8 @@ class Evidence:
     results: tuple[Result, ...]  # distinct layouts, lowest NLL first
     fidelity: str = ""  # for a search, one of ``FIDELITIES``; "" otherwise
     num_documents: float = math.nan  # documents measured on; NaN: not recorded
-    effective: float = (
-        math.nan
-    )  # number of equally long documents with the same standard error; NaN: not recorded
+    # number of equally long documents with the same standard error; NaN: not recorded
+    effective: float = math.nan
     origin: str = ""  # name of the results, which tells modes of one description apart
     is_earlier: bool = False  # whether a verdict of other inputs has taken its place since
 
@@ -82,15 +78,15 @@ class Evidence:
             return self.results
         number = budgets.mode().max()
         share = next(result.share for result in self.results if result.num_global == number)
-        return tuple(
-            result
-            for result in self.results
-            if (
-                proposal.is_equal_memory((result.share, share))
-                if result.reach
-                else result.num_global == number
-            )
-        )
+        results = []
+        for result in self.results:
+            if result.reach:
+                is_of_budget = proposal.is_equal_memory((result.share, share))
+            else:
+                is_of_budget = result.num_global == number
+            if is_of_budget:
+                results.append(result)
+        return tuple(results)
 
     @property
     def documents(self) -> str:
@@ -105,26 +101,27 @@ class Evidence:
     @property
     def critical(self) -> float:
         """Return the number of standard errors on either side of a 95 % interval."""
-        return statistics.critical_errors(
-            self.num_documents if math.isnan(self.effective) else self.effective
-        )
+        is_known = not math.isnan(self.effective)
+        return statistics.critical_errors(self.effective if is_known else self.num_documents)
 
 
 def all_evidence(inputs: ReportInputs) -> list[Evidence]:
     """Return the evidence of every mode that has results, most retraining first; each has a unique description."""
-    sources = _search_evidence, _comparison_evidence, _score_evidence, _verdict_evidence
-    collected = [each for source in sources for each in source(inputs)]
+    collected = [
+        *_search_evidence(inputs),
+        *_comparison_evidence(inputs),
+        *_score_evidence(inputs),
+        *_verdict_evidence(inputs),
+    ]
     # Tell equal descriptions apart by their source
-    occurrences = Counter(evidence.description for evidence in collected)
-    for index, each in enumerate(collected):
-        if occurrences[each.description] > 1:
-            where = f"in the {each.source} {each.origin}".rstrip() + (
-                ", earlier" if each.is_earlier else ""
-            )
-            collected[index] = replace(each, description=f"{each.description}, {where}")
-    return sorted(
-        collected, key=lambda evidence: -math.inf if math.isnan(evidence.steps) else -evidence.steps
-    )
+    occurrences = Counter(mode.description for mode in collected)
+    for index, mode in enumerate(collected):
+        if occurrences[mode.description] > 1:
+            where = f"in the {mode.source} {mode.origin}".rstrip()
+            earlier = ", earlier" if mode.is_earlier else ""
+            description = f"{mode.description}, {where}{earlier}"
+            collected[index] = replace(mode, description=description)
+    return sorted(collected, key=lambda mode: -math.inf if math.isnan(mode.steps) else -mode.steps)
 
 
 def _search_evidence(inputs: ReportInputs) -> Iterator[Evidence]:
@@ -135,35 +132,50 @@ def _search_evidence(inputs: ReportInputs) -> Iterator[Evidence]:
     rows = inputs.search
     steps_by_fidelity = record.get("steps") or {}
     # Read the numbers of held-out documents, and of those that selected
-    held_out = _number(record.get("num_documents")), _number(record.get("effective_documents"))
-    selection = _number((record.get("documents") or {}).get("chosen_on")), math.nan
+    held_out = (_number(record.get("num_documents")), _number(record.get("effective_documents")))
+    selection = (_number((record.get("documents") or {}).get("chosen_on")), math.nan)
     for fidelity in reversed(search_table.FIDELITIES):
-        # Collect the layouts that this fidelity measured
-        columns = f"{fidelity}_delta_percent", f"{fidelity}_standard_error"
-        results = [
-            Result(
-                str(row["name"]),
-                float(row[columns[0]]),
-                float(row[columns[1]]),
-                float(mask.sum()),
-                mask,
-                share=inputs.cache_share(float(mask.sum() / inputs.table.num_heads)),
-            )
-            for row in rows.dropna(subset=columns[0]).to_dict("records")
-            if (mask := _mask(row["heads"], inputs.table)) is not None
-        ]
+        results = _search_results(inputs, rows, fidelity)
         if not results:
             continue
         # Describe the measurement
         is_zero_shot = fidelity == "zero_shot"
         steps = 0.0 if is_zero_shot else float(steps_by_fidelity.get(fidelity, math.nan))
-        documents = held_out if fidelity == "full" else selection
-        description = _mode(steps) + {"full": _HELD_OUT, "zero_shot": _SELECTION}.get(fidelity, "")
-        # Zero-shot scores count from the dense model, retrained layouts from the control, trained alike
-        baseline = DENSE if is_zero_shot else FULL_ATTENTION
+        number, effective = held_out if fidelity == "full" else selection
+        text = {"full": _HELD_OUT, "zero_shot": _SELECTION}.get(fidelity, "")
         yield Evidence(
-            description, steps, SEARCH, baseline, _distinct(results), fidelity, *documents
+            _mode(steps) + text,
+            steps=steps,
+            source=SEARCH,
+            # Zero-shot scores count from the dense model, retrained layouts from the control, trained alike
+            baseline=DENSE if is_zero_shot else FULL_ATTENTION,
+            results=_distinct(results),
+            fidelity=fidelity,
+            num_documents=number,
+            effective=effective,
         )
+
+
+def _search_results(inputs: ReportInputs, rows: pd.DataFrame, fidelity: str) -> list[Result]:
+    """Return the layouts of the page's grid that a fidelity of a search measured."""
+    delta = f"{fidelity}_delta_percent"
+    results = []
+    for row in rows.dropna(subset=delta).to_dict("records"):
+        mask = _mask(row["heads"], inputs.table)
+        if mask is None:
+            continue
+        num_global = float(mask.sum())
+        results.append(
+            Result(
+                str(row["name"]),
+                delta=float(row[delta]),
+                error=float(row[f"{fidelity}_standard_error"]),
+                num_global=num_global,
+                mask=mask,
+                share=inputs.cache_share(float(mask.sum() / inputs.table.num_heads)),
+            )
+        )
+    return results
 
 
 def _comparison_evidence(inputs: ReportInputs) -> Iterator[Evidence]:
@@ -172,36 +184,37 @@ def _comparison_evidence(inputs: ReportInputs) -> Iterator[Evidence]:
         return
     baseline = counted_from(inputs.comparison)
     heldout = inputs.record.get("heldout") or {}
-    documents = _number(heldout.get("documents")), _number(heldout.get("effective_documents"))
     is_layout = ~inputs.comparison["strategy"].isin(BASELINES)
     rows = inputs.comparison[is_layout & inputs.comparison["nll"].notna()]
     for steps, group in rows.groupby("steps", dropna=False):
-        results = []
-        for row in group.to_dict("records"):
-            name = row["strategy"]
-            num_global = row["num_global"]
-            layout = inputs.layouts.get(name)
-            # Ignore a file that was replaced by a layout of another budget
-            if layout is not None and num_global >= 0 and num_global != layout.num_global:
-                layout = None
-            change = row["delta_nll_percent"], row["delta_nll_standard_error"]
-            if layout is None:
-                density = min(1.0, num_global / inputs.table.num_heads)
-                share = math.nan if math.isnan(num_global) else inputs.cache_share(density)
-                results.append(Result(name, *change, num_global, nll=row["nll"], share=share))
-            else:
-                results.append(
-                    replace(layout_result(inputs, layout, *change, nll=row["nll"]), name=name)
-                )
+        results = [_comparison_result(inputs, row) for row in group.to_dict("records")]
         yield Evidence(
             _mode(float(steps)),
-            float(steps),
-            COMPARISON,
-            baseline,
-            _distinct(results),
-            "",
-            *documents,
+            steps=float(steps),
+            source=COMPARISON,
+            baseline=baseline,
+            results=_distinct(results),
+            num_documents=_number(heldout.get("documents")),
+            effective=_number(heldout.get("effective_documents")),
         )
+
+
+def _comparison_result(inputs: ReportInputs, row: Mapping[Hashable, Any]) -> Result:
+    """Return the result of a row of the comparison, with the heads of the page's layout of this name."""
+    name = row["strategy"]
+    num_global = row["num_global"]
+    delta = row["delta_nll_percent"]
+    error = row["delta_nll_standard_error"]
+    layout = inputs.layouts.get(name)
+    # Ignore a file that was replaced by a layout of another budget
+    if layout is not None and num_global >= 0 and num_global != layout.num_global:
+        layout = None
+    if layout is not None:
+        return replace(layout_result(inputs, layout, delta, error, nll=row["nll"]), name=name)
+    share = math.nan
+    if not math.isnan(num_global):
+        share = inputs.cache_share(min(1.0, num_global / inputs.table.num_heads))
+    return Result(name, delta, error, num_global, nll=row["nll"], share=share)
 
 
 def _score_evidence(inputs: ReportInputs) -> Iterator[Evidence]:
@@ -210,16 +223,21 @@ def _score_evidence(inputs: ReportInputs) -> Iterator[Evidence]:
         results = []
         for row in file.rows[file.rows["heads"] != ""].to_dict("records"):
             layout = file.layout(str(row["strategy"]), str(row["heads"]))
-            if layout is not None and _is_here(inputs, layout):
-                change = row["delta_nll_percent"], row["delta_nll_standard_error"]
-                results.append(layout_result(inputs, layout, *change, nll=row["nll"]))
+            if layout is None or not _is_here(inputs, layout):
+                continue
+            delta = row["delta_nll_percent"]
+            error = row["delta_nll_standard_error"]
+            results.append(layout_result(inputs, layout, delta, error, nll=row["nll"]))
         if results:
-            number, effective = (
-                _number(file.record.get(key)) for key in ("num_documents", "effective_documents")
-            )
-            mode = _UNTRAINED + (_BIASED if file.record.get("num_selection") else "")
             yield Evidence(
-                mode, 0.0, SCORES, DENSE, _distinct(results), "", number, effective, file.name
+                _UNTRAINED + (_BIASED if file.record.get("num_selection") else ""),
+                steps=0.0,
+                source=SCORES,
+                baseline=DENSE,
+                results=_distinct(results),
+                num_documents=_number(file.record.get("num_documents")),
+                effective=_number(file.record.get("effective_documents")),
+                origin=file.name,
             )
 
 
@@ -229,17 +247,13 @@ def _verdict_evidence(inputs: ReportInputs) -> Iterator[Evidence]:
         results = []
         for name, recorded in file.record.get("layouts", {}).items():
             layout = file.layout(name, recorded["heads"])
-            measured = tuple(each for each in file.measured if each.candidate == name)
+            measured = tuple(row for row in file.measured if row.candidate == name)
             # Skip candidates that were retrained, or that the page cannot show
-            if (
-                layout is None
-                or not measured
-                or recorded.get("trained")
-                or not _is_here(inputs, layout)
-            ):
+            is_shown = layout is not None and _is_here(inputs, layout)
+            if layout is None or not is_shown or not measured or recorded.get("trained"):
                 continue
             # Every sentence on it is made from these measurements, which have their own numbers of samples
-            delta = next((each.loss for each in measured if each.criterion == "nll"), math.nan)
+            delta = next((row.loss for row in measured if row.criterion == "nll"), math.nan)
             answer = file.record.get("answers", {}).get(name, "open")
             results.append(layout_result(inputs, layout, delta, measured=measured, answer=answer))
         if results:
@@ -256,29 +270,48 @@ def _verdict_evidence(inputs: ReportInputs) -> Iterator[Evidence]:
 
 def _is_here(inputs: ReportInputs, layout: Layout) -> bool:
     """Return whether a layout has the page's grid, and several windows or the window and sink tokens of its layouts."""
-    seen: Iterable[Layout | head_scores.HeadScores] = inputs.layouts.values() or (inputs.table,)
-    is_seen = any((layout.window, layout.sinks) == (each.window, each.sinks) for each in seen)
-    return layout.heads_per_layer == inputs.table.heads_per_layer and (
-        is_seen or bool(layout.windows)
-    )
+    if layout.heads_per_layer != inputs.table.heads_per_layer:
+        return False
+    if layout.windows:
+        return True
+    shown: Iterable[Layout | head_scores.HeadScores] = inputs.layouts.values() or (inputs.table,)
+    return any(layout.window == other.window and layout.sinks == other.sinks for other in shown)
 
 
 def layout_result(
-    inputs: ReportInputs, layout: Layout, delta: float, error: float = math.nan, **others: Any
+    inputs: ReportInputs,
+    layout: Layout,
+    delta: float,
+    error: float = math.nan,
+    *,
+    nll: float = math.nan,
+    measured: tuple[Measurement, ...] = (),
+    answer: str = "",
 ) -> Result:
     """Return a result under the name that the page's layouts give its layout."""
-    names = {each.hash: name for name, each in reversed([*inputs.layouts.items()])}
+    # The first name of each layout
+    names: dict[str, str] = {}
+    for name, shown in inputs.layouts.items():
+        names.setdefault(shown.hash, name)
     name = names.get(layout.hash, layout.strategy)
-    if (
-        layout.hash not in names and name in inputs.layouts
-    ):  # the name stands for other heads by now
+    # The name stands for other heads by now
+    if layout.hash not in names and name in inputs.layouts:
         name = f"{name}-{layout.num_global}"
     # Layouts of several windows are known by their names alone, because their heads do not tell them apart
-    identity: dict[str, Any] = {"mask": layout.global_mask}
-    if layout.windows:
-        identity = {"reach": layout.reach, "content": layout.content_hash}
-    share = inputs.layout_share(layout)
-    return Result(name, delta, error, float(layout.num_global), share=share, **identity, **others)
+    has_several = bool(layout.windows)
+    return Result(
+        name,
+        delta=delta,
+        error=error,
+        num_global=float(layout.num_global),
+        mask=None if has_several else layout.global_mask,
+        nll=nll,
+        measured=measured,
+        answer=answer,
+        share=inputs.layout_share(layout),
+        reach=layout.reach if has_several else "",
+        content=layout.content_hash if has_several else "",
+    )
 
 
 def _distinct(results: Sequence[Result]) -> tuple[Result, ...]:
@@ -301,9 +334,10 @@ def _mode(steps: float) -> str:
 def _mask(heads: str, table: head_scores.HeadScores) -> arrays.Mask | None:
     """Return the global heads in a row of a search's table, bool [L, Hkv]; None for another grid."""
     rows = str(heads).split()
-    if tuple(map(len, rows)) != table.heads_per_layer:
+    if tuple(len(row) for row in rows) != table.heads_per_layer:
         return None
-    return np.array([[letter == "G" for letter in row.ljust(table.num_kv_heads)] for row in rows])
+    width = table.num_kv_heads
+    return np.array([[letter == "G" for letter in row.ljust(width)] for row in rows])
 
 
 def _number(value: Any) -> float:
@@ -362,18 +396,16 @@ def _text(file: ResultFile) -> str:
     data = file.record.get("data")
     if isinstance(data, list):
         return f" of {', '.join(f'`{without_folder(str(source))}`' for source in data)}"
-    return (
-        ""
-        if data is None
-        else f" of the {data}"
-        if isinstance(data, str)
-        else " of held-out text of its recipe"
-    )
+    if isinstance(data, str):
+        return f" of the {data}"
+    return "" if data is None else " of held-out text of its recipe"
 
 
 def _is_same_path(recorded: object, checkpoint: str) -> bool:
     """Return whether a recorded checkpoint is the given one: the same id, or the same path."""
-    first, second = (
-        os.path.abspath(os.path.expanduser(str(each))) for each in (recorded, checkpoint)
-    )
-    return first == second
+    return _absolute(str(recorded)) == _absolute(checkpoint)
+
+
+def _absolute(path: str) -> str:
+    """Return a path from the root, with ``~`` resolved."""
+    return os.path.abspath(os.path.expanduser(path))

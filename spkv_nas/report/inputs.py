@@ -51,24 +51,26 @@ class ResultFile:
     def layout(self, name: str, heads: str) -> Layout | None:
         """Return a layout of the table, from its ``words``; None if its window was not recorded."""
         recorded = self.record.get("layouts", {}).get(name, {})
-        sinks = self.record.get("sinks") or 0
         window = recorded.get("window", self.record.get("windows", {}).get(name))
-        number = recorded.get("sinks", sinks.get(name, 0) if isinstance(sinks, Mapping) else sinks)
+        # Older records have one number of sink tokens for all layouts
+        sinks = self.record.get("sinks") or 0
+        if isinstance(sinks, Mapping):
+            sinks = sinks.get(name, 0)
+        sinks = recorded.get("sinks", sinks)
         try:
-            return (
-                None
-                if window is None and "=" not in heads
-                else Layout.from_words(heads, window, name, sinks=number)
-            )
+            if window is None and "=" not in heads:
+                return None
+            return Layout.from_words(heads, window, name, sinks=sinks)
         except UserError:  # such as a candidate that is called by its path
-            return Layout.from_words(heads, window, sinks=number)
+            return Layout.from_words(heads, window, sinks=sinks)
 
 
 def result_files(workspace: Workspace, kind: ResultTable) -> Iterator[ResultFile]:
     """Yield the tables of a kind in a workspace, in order of names."""
     for file in sorted(workspace.reports.glob(f"*/{kind.name}*.csv")):
-        rows, record = replace(kind, name=file.stem).read(file.parent) or (None, {})
-        if rows is not None:
+        table = replace(kind, name=file.stem).read(file.parent)
+        if table is not None:
+            rows, record = table
             yield ResultFile(file, rows, record)
 
 
@@ -88,9 +90,8 @@ class ReportInputs:
     trust: Trust | None = None
     # tables by which the page can choose heads, each at its own threshold; by default only ``table``
     probes: Sequence[head_scores.HeadScores] = ()
-    benchmarks: Sequence[
-        Section
-    ] = ()  # sections of further result tables (``report.benchmark_sections``)
+    # sections of further result tables (``report.benchmark_sections``)
+    benchmarks: Sequence[Section] = ()
     # returns the standard error of the difference of two rows of the comparison, which share documents
     pair_error: PairError = lambda first, second: math.nan
     scores: Sequence[ResultFile] = ()  # tables of ``score``, under any name
@@ -98,26 +99,19 @@ class ReportInputs:
     alarms: Sequence[str] = ()  # sentences of results whose numbers make no sense
     # the command that proposes layouts, by the probe's name; by default for the current folder
     commands: Mapping[str, str] = field(default_factory=dict)
-    covered: Mapping[str, float] = field(
-        init=False
-    )  # each layout's coverage, in [0, 1] or NaN; computed
+    # each layout's coverage, in [0, 1] or NaN; computed
+    covered: Mapping[str, float] = field(init=False)
 
     def __post_init__(self) -> None:
         """Check the layouts' shapes and the comparison, and fill in what is derived."""
         covered = {name: coverage(self.table, layout) for name, layout in self.layouts.items()}
-        checked = (
-            None
-            if self.comparison is None or self.comparison.empty
-            else comparison.complete(self.comparison)
-        )
-        for name, value in (
-            ("covered", covered),
-            ("comparison", checked),
-            ("probes", self.probes or (self.table,)),
-        ):
-            object.__setattr__(
-                self, name, value
-            )  # the only way to set a field of a frozen dataclass
+        checked = None
+        if self.comparison is not None and not self.comparison.empty:
+            checked = comparison.complete(self.comparison)
+        # The only way to set fields of a frozen dataclass
+        object.__setattr__(self, "covered", covered)
+        object.__setattr__(self, "comparison", checked)
+        object.__setattr__(self, "probes", self.probes or (self.table,))
 
     @property
     def context(self) -> int:
@@ -135,14 +129,10 @@ class ReportInputs:
     @property
     def alarm(self) -> str | None:
         """Return why the page concludes nothing: measurements of the probe or of results make no sense; else None."""
-        return next(
-            (
-                str(each)
-                for each in (self.table.metadata.get(ALARM), *self.alarms)
-                if each is not None
-            ),
-            None,
-        )
+        for alarm in (self.table.metadata.get(ALARM), *self.alarms):
+            if alarm is not None:
+                return str(alarm)
+        return None
 
     @property
     def prediction_check(self) -> PredictionCheck | None:

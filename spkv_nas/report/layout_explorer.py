@@ -9,7 +9,7 @@ import math
 import shlex
 from base64 import b64encode
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from gzip import compress
 from typing import Any
@@ -123,13 +123,17 @@ def _costs(inputs: ReportInputs, keys: Mapping[object, int]) -> list[str] | None
     rows = inputs.search
     if rows is None or rows["cost"].isna().any():
         return None
-    costs = {
-        heads.replace(" ", ""): f"{cost:.4g}"
-        for heads, cost in zip(rows["heads"], rows["cost"], strict=True)
-    }
+    costs = {}
+    for heads, cost in zip(rows["heads"], rows["cost"], strict=True):
+        costs[heads.replace(" ", "")] = f"{cost:.4g}"
     is_head = inputs.table.is_head.ravel()
-    masks = (np.frombuffer(key, np.bool_)[is_head] for key in keys if isinstance(key, bytes))
-    return [costs.get("".join("G" if head else "L" for head in mask), "") for mask in masks]
+    texts = []
+    for key in keys:
+        if isinstance(key, bytes):
+            mask = np.frombuffer(key, np.bool_)[is_head]
+            heads = "".join("G" if is_global else "L" for is_global in mask)
+            texts.append(costs.get(heads, ""))
+    return texts
 
 
 def _layout_files(
@@ -145,25 +149,35 @@ def _layout_files(
 def _layout_file(inputs: ReportInputs, result: Result) -> list[str]:
     """Return name, exact coverage in percent, hash, and the text around its rows; [] if it cannot be a file."""
     table = inputs.table
-    name = result.name
-    record = inputs.search_record
-    layout = inputs.layouts.get(name)
+    layout = inputs.layouts.get(result.name)
     if layout is None or layout.windows or layout.global_mask.tobytes() != result.key:
-        # Give a layout that was only measured its name, window and sink tokens: those of the search, or of the probe
-        assert result.mask is not None
-        window = record.get("window") or table.window or DEFAULT_WINDOW
-        sinks = (
-            record.get("sinks", 0) if "window" in record else table.sinks
-        )  # recorded only if there are any
         try:
-            facts: dict[str, Any] = {"strategy": name, "heads_per_layer": table.heads_per_layer}
-            layout = Layout.from_mask(result.mask, window=window, sinks=sinks, **facts)
+            layout = _measured_layout(inputs, result)
         except errors.UserError:  # the name cannot be a file name
             return []
         layout = replace(layout, provenance=provenance(table, layout, int(layout.num_global), None))
     # Split the text at the rows, which the page fills in
     before, _, after = layout.text.partition(layout.rows)
-    return [name, f"{100 * coverage(table, layout):.2f}", layout.hash, before, after]
+    return [result.name, f"{100 * coverage(table, layout):.2f}", layout.hash, before, after]
+
+
+def _measured_layout(inputs: ReportInputs, result: Result) -> Layout:
+    """Return a layout that was only measured, with window and sink tokens of the search, or of the probe.
+
+    Raises ``UserError``: its name cannot be a file name.
+    """
+    assert result.mask is not None
+    table = inputs.table
+    record = inputs.search_record
+    # A record with a window has sink tokens only if there are any
+    sinks = record.get("sinks", 0) if "window" in record else table.sinks
+    return Layout.from_mask(
+        result.mask,
+        window=record.get("window") or table.window or DEFAULT_WINDOW,
+        strategy=result.name,
+        sinks=sinks,
+        heads_per_layer=table.heads_per_layer,
+    )
 
 
 def layout_indices(choices: Mapping[str, Any] | None) -> dict[str, int]:
@@ -171,10 +185,9 @@ def layout_indices(choices: Mapping[str, Any] | None) -> dict[str, int]:
     if choices is None:
         return {}
     indices_by_name: dict[str, set[int]] = defaultdict(set)
-    for name, index in (
-        *((name, index) for index, (name, _) in enumerate(choices["layouts"])),
-        *choices["aliases"],
-    ):
+    for index, (name, _) in enumerate(choices["layouts"]):
+        indices_by_name[name].add(index)
+    for name, index in choices["aliases"]:
         indices_by_name[name].add(index)
     return {name: min(indices) for name, indices in indices_by_name.items() if len(indices) == 1}
 
@@ -183,29 +196,32 @@ def _signal(table: head_scores.HeadScores, inputs: ReportInputs) -> dict[str, An
     """Return the data of one probe at every threshold at which it keeps anything; None if there is none."""
     # Tables at the thresholds to choose from, its own without a histogram; those without any kept key have no order
     page_table = inputs.table
-    is_fixed = not table.is_density or table.histogram is None
-    taus = [] if is_fixed else sorted({*_TAUS, table.tau, page_table.tau})
-    tables = [each for each in [table.at_tau(tau) for tau in taus] or [table] if each.density.any()]
+    candidates = [table]
+    if table.is_density and table.histogram is not None:
+        candidates = [table.at_tau(tau) for tau in sorted({*_TAUS, table.tau, page_table.tau})]
+    tables = [candidate for candidate in candidates if candidate.density.any()]
     if not tables:
         return None
     # Thresholds of the probe and of the page
+    probe_tau = _nearest(tables, table.tau)
+    start = _nearest(tables, page_table.tau if page_table.name == table.name else table.tau)
     measure = table.measure
-    scale = table.measure.scale
-    start_tau = (page_table if page_table.name == table.name else table).tau
-    table_taus = np.array([each.tau for each in tables])
-    probe_tau, start = (int(abs(table_taus - tau).argmin()) for tau in (table.tau, start_tau))
+    scale = measure.scale
+    command = f"spkv-nas propose --probe {shlex.quote(table.name)}"
     content = json.dumps(tables_at_thresholds(tables), separators=(",", ":")).encode()
     return {
         "name": table.name,
-        "command": inputs.commands.get(
-            table.name, f"spkv-nas propose --probe {shlex.quote(table.name)}"
-        ),
+        "command": inputs.commands.get(table.name, command),
         "noun": measure.noun,
         "unit": "" if measure.is_share else f" {measure.unit}",
         "shown": measure.shown,
         "decimals": measure.decimals,
-        "scale": {key: getattr(scale, key) for key in ("low", "high", "factor")}
-        | {"even": scale.even if scale.is_stretched else 0},
+        "scale": {
+            "low": scale.low,
+            "high": scale.high,
+            "factor": scale.factor,
+            "even": scale.even if scale.is_stretched else 0,
+        },
         "domains": list(table.domains),
         "cache": _cache(table),
         "file": _file(tables[probe_tau]),
@@ -216,35 +232,48 @@ def _signal(table: head_scores.HeadScores, inputs: ReportInputs) -> dict[str, An
     }
 
 
+def _nearest(tables: Sequence[head_scores.HeadScores], tau: float) -> int:
+    """Return the index of the table whose threshold is nearest to ``tau``."""
+    taus = np.array([table.tau for table in tables])
+    return int(abs(taus - tau).argmin())
+
+
 def _file(table: head_scores.HeadScores) -> dict[str, Any]:
     """Return the text of a layout file around its rows, and its provenance; entries that vary by layout are ""."""
     layout = densest_layout(table, 1)  # any one
     before, _, after = layout.text.partition(layout.rows)
-    return {
+    data: dict[str, Any] = {
         "before": before,
         "between": after.partition("{")[0],
         "window": layout.window,
-        **({"sinks": layout.sinks} if layout.sinks else {}),
-        "origin": [
-            [key, "" if key in _VARY else yaml_line({key: v})[1:-1]]
-            for key, v in layout.provenance.items()
-        ],
     }
+    if layout.sinks:
+        data["sinks"] = layout.sinks
+    origin = []
+    for key, value in layout.provenance.items():
+        entry = yaml_line({key: value}).removeprefix("{").removesuffix("}")
+        origin.append([key, "" if key in _VARY else entry])
+    data["origin"] = origin
+    return data
 
 
 def _cache(table: head_scores.HeadScores) -> dict[str, Any] | None:
     """Return the bytes of a token in a KV head, and what local heads see; None if they are not recorded."""
     token = token_bytes(table)
-    reach: dict[str, Any] = {"sinks": table.sinks} if table.sinks else {}
-    reach |= {"native": table.native_heads} if table.native_heads else {}
-    sizes = table.cache_facts.get("native_dims", ())  # relative to the heads that can be global
-    reach |= {"sizes": [size / table.cache_facts["head_dim"] for size in sizes]} if sizes else {}
-    reach |= {"global": table.global_window} if table.global_window < limits.MAX_WINDOW else {}
-    return (
-        None
-        if token is None
-        else {"token": token, "window": table.window or DEFAULT_WINDOW, **reach}
-    )
+    if token is None:
+        return None
+    data: dict[str, Any] = {"token": token, "window": table.window or DEFAULT_WINDOW}
+    if table.sinks:
+        data["sinks"] = table.sinks
+    if table.native_heads:
+        data["native"] = table.native_heads
+    # Sizes of heads relative to those that can be global
+    sizes = table.cache_facts.get("native_dims", ())
+    if sizes:
+        data["sizes"] = [size / table.cache_facts["head_dim"] for size in sizes]
+    if table.global_window < limits.MAX_WINDOW:
+        data["global"] = table.global_window
+    return data
 
 
 def _number(value: float) -> float | None:
@@ -263,15 +292,15 @@ def tables_at_thresholds(tables: list[head_scores.HeadScores]) -> dict[str, Any]
     # Quantise the scores of all text, and of each domain
     by_part = [[levels(table.values, measure) for table in tables]]
     if len(domains) > 1:
-        by_part += [
-            [levels(table.domain_density(name, signed=True), measure) for table in tables]
-            for name in domains
-        ]
+        for name in domains:
+            scores = [table.domain_density(name, signed=True) for table in tables]
+            by_part.append([levels(values, measure) for values in scores])
     # Compute the coverage of every budget
-    covered = [
-        [round(10**_DIGITS * round(share, _DIGITS)) for share in densest_coverage(table)]
-        for table in tables
-    ]
+    units = 10**_DIGITS
+    covered = []
+    for table in tables:
+        shares = densest_coverage(table)
+        covered.append([round(units * round(share, _DIGITS)) for share in shares])
     return {
         # Thresholds are innermost: neighbouring numbers are similar, which halves the compressed size
         "levels": np.array(by_part).transpose(0, 2, 1).tolist(),
@@ -290,12 +319,14 @@ def levels(values: arrays.Float, measure: score_kind.Measure) -> list[int | None
 
     def level(value: float) -> int:
         """Return the level; on a boundary, where halves round to even, of the side that is written like the value."""
-        nearest = round(value * units)
-        if abs(value * units - nearest) >= 1e-6:
-            return math.floor(value * units)
-        written, above = (
-            (measure.exact(v), measure.scale.text(v)) for v in (value, (nearest + 0.5) / units)
+        scaled = value * units
+        nearest = round(scaled)
+        if abs(scaled - nearest) >= 1e-6:
+            return math.floor(scaled)
+        above = (nearest + 0.5) / units
+        is_above = measure.exact(above) == measure.exact(value) and (
+            measure.scale.text(above) == measure.scale.text(value)
         )
-        return nearest if above == written else nearest - 1
+        return nearest if is_above else nearest - 1
 
     return [None if math.isnan(value) else level(value) for value in values.ravel().tolist()]

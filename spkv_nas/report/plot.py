@@ -384,9 +384,11 @@ def _mark_cells(ax: axes.Axes, cells: Heatmap) -> None:
         ax.plot(column, row, "o", color="white", markeredgecolor="black", markersize=3.2)
     for row, letters in enumerate(cells.letters):
         for column, letter in enumerate(letters):
-            if letter.strip():
-                _, ink = cividis(float(cells.scale.fraction(cells.values[row][column])))
-                ax.text(column, row, letter, ha="center", va="center", fontsize=6.5, color=ink)
+            if not letter.strip():
+                continue
+            share = float(cells.scale.fraction(cells.values[row][column]))
+            _, ink = cividis(share)
+            ax.text(column, row, letter, ha="center", va="center", fontsize=6.5, color=ink)
 
 
 def _draw_colour_bar(ax: axes.Axes, cells: Heatmap, columns: int) -> None:
@@ -468,7 +470,8 @@ def _name_vertical_rule(ax: axes.Axes, rule: Rule, top: float, room: _Room) -> N
     at = _in_points(ax, (rule.value, top))
     num_heights = int(2 * room.inside.height / LINE) - 1
     heights = [-LINE * (0.5 + row / 2) for row in range(num_heights)]
-    places = _places_beside(at, LETTER * len(rule.label), heights, _RULE_GAP)
+    width = LETTER * len(rule.label)
+    places = _places_beside(at, width, heights, _RULE_GAP)
     if not _write(ax, rule.label, at, places, room):
         ax.annotate(rule.label, at, (6, -8), textcoords="offset points", va="center")
 

@@ -17,7 +17,8 @@ from spkv_nas.report.inputs import ReportInputs
 from spkv_nas.report.verdict import Verdict
 
 _GROUPS = {SP_KV: 1, FULL_ATTENTION: 2, DENSE: 3}  # order of the rows, after the layouts (0)
-_COMPARED = {  # columns of the comparison beside changes of NLL: title -> column and digits
+# Columns of the comparison beside changes of NLL: title -> column and digits
+_COMPARED = {
     "NLL": ("nll", 4),
     "Global KV heads": ("num_global", 0),
     "Density, %": ("density_percent", 1),
@@ -25,9 +26,8 @@ _COMPARED = {  # columns of the comparison beside changes of NLL: title -> colum
     "Seeds": ("num_seeds", 0),
     "Steps": ("steps", 0),
 }
-Table = tuple[
-    tuple[str, ...], list[tuple[chart.Row, ...]]
-]  # titles of the columns, and groups of rows
+# Titles of the columns, and groups of rows
+Table = tuple[tuple[str, ...], list[tuple[chart.Row, ...]]]
 _NAMES = {FULL_ATTENTION: "full-attention, the control", DENSE: "dense, as it is"}
 
 
@@ -36,49 +36,47 @@ def key_numbers(inputs: ReportInputs, verdict: Verdict) -> list[tuple[str, str, 
     table = inputs.table
     # Describe the mean score in the unit of its signal
     measure = table.measure
-    factor = table.measure.scale.factor
+    factor = measure.scale.factor
     description = f"mean {measure.noun}"
     percent = " %"
     if table.is_density:
         description += f" at τ = {table.tau:g}"
     elif not measure.is_share:
-        description, percent = f"{description}, {measure.shown}", ""
+        description += f", {measure.shown}"
+        percent = ""
+    mean = f"{factor * table.mean:.1f}{percent}"
+    spread = f"{description}, ± {factor * table.std:.1f} across heads"
     words = grid.grid_words(table.heads_per_layer).removesuffix(" KV heads").replace(" x ", " of ")
     entries = [
-        (
-            f"{factor * table.mean:.1f}{percent}",
-            f"{description}, ± {factor * table.std:.1f} across heads",
-            "measure",
-        ),
+        (mean, spread, "measure"),
         (str(table.num_heads), f"KV heads: {words}", ""),
     ]
     # Add the coverage of the verdict's layout
     best = verdict.layout
     if best is not None and verdict.covered is not None:
-        entries.append(
-            (
-                f"{100 * verdict.covered:.1f} %",
-                f"{measure.noun} coverage of {best.name}",
-                "coverage",
-            )
-        )
+        share = f"{100 * verdict.covered:.1f} %"
+        entries.append((share, f"{measure.noun} coverage of {best.name}", "coverage"))
     return entries
 
 
 def score_rows(table: head_scores.HeadScores) -> Table:
     """Return the value of every KV head, a row per layer, ± standard error where it is known."""
-    exact = table.measure.exact
-    cells = (
-        (
-            ""
-            if math.isnan(value)
-            else exact(value) + ("" if math.isnan(error) else f" ± {exact(error)}")
-            for value, error in zip(*rows, strict=True)
-        )
-        for rows in zip(table.values, table.standard_error, strict=True)
-    )
-    rows = tuple(chart.Row(str(layer), tuple(row)) for layer, row in enumerate(cells))
-    return ("Layer", *(f"KV head {head}" for head in range(table.num_kv_heads))), [rows]
+    rows = []
+    for layer, (values, errors) in enumerate(zip(table.values, table.standard_error, strict=True)):
+        cells = [
+            _score_cell(table, value, error) for value, error in zip(values, errors, strict=True)
+        ]
+        rows.append(chart.Row(str(layer), tuple(cells)))
+    header = ("Layer", *(f"KV head {head}" for head in range(table.num_kv_heads)))
+    return header, [tuple(rows)]
+
+
+def _score_cell(table: head_scores.HeadScores, value: float, error: float) -> str:
+    """Format a head's value ± its standard error; "" where there is no head."""
+    if math.isnan(value):
+        return ""
+    text = table.measure.exact(value)
+    return text if math.isnan(error) else f"{text} ± {table.measure.exact(error)}"
 
 
 def comparison_rows(inputs: ReportInputs, verdict: Verdict) -> Table | None:
@@ -96,21 +94,19 @@ def comparison_rows(inputs: ReportInputs, verdict: Verdict) -> Table | None:
     groups: list[list[chart.Row]] = [[] for _ in range(1 + max(_GROUPS.values()))]
     for row in comparison.sort_values("nll", kind="stable").to_dict("records"):
         name = row["strategy"]
-        cells = (
-            *(
-                "reference"
-                if name == reference
-                else change(row[f"{column}_percent"], row[f"{column}_standard_error"])
-                for column, reference in references.values()
-            ),
-            *(number(row[column], digits) for column, digits in _COMPARED.values()),
-            *(row["note"] for _ in notes),
-        )
+        cells = []
+        for column, reference in references.values():
+            if name == reference:
+                cells.append("reference")
+            else:
+                cells.append(change(row[f"{column}_percent"], row[f"{column}_standard_error"]))
+        cells += [number(row[column], digits) for column, digits in _COMPARED.values()]
+        if notes:
+            cells.append(row["note"])
         tag = "" if name in _GROUPS else verdict.tag(name, evidence.COMPARISON, row["steps"])
-        groups[_GROUPS.get(name, 0)].append(chart.Row(_NAMES.get(name, name), cells, tag))
-    return ("Strategy", *references, *_COMPARED, *notes), [
-        tuple(group) for group in groups if group
-    ]
+        groups[_GROUPS.get(name, 0)].append(chart.Row(_NAMES.get(name, name), tuple(cells), tag))
+    header = ("Strategy", *references, *_COMPARED, *notes)
+    return header, [tuple(group) for group in groups if group]
 
 
 def probe_pair_rows(rows: pd.DataFrame | None) -> Table | None:
@@ -119,25 +115,25 @@ def probe_pair_rows(rows: pd.DataFrame | None) -> Table | None:
         return None
     lines = []
     for row in rows.to_dict("records"):
-        numbers = (
-            (row["budget"], 0),
-            (row["jaccard"], 2),
-            (row["spearman"], 3),
-            (100 * row["transfer"], 1),
+        cells = (
+            str(row["second"]),
+            number(row["budget"], 0),
+            number(row["jaccard"], 2),
+            number(row["spearman"], 3),
+            number(100 * row["transfer"], 1),
         )
-        lines.append(
-            chart.Row(str(row["first"]), (str(row["second"]), *(number(*each) for each in numbers)))
-        )
-    return ("Probe", "Other probe", "Budget", "Jaccard", "Spearman", "Transfer, %"), [tuple(lines)]
+        lines.append(chart.Row(str(row["first"]), cells))
+    header = ("Probe", "Other probe", "Budget", "Jaccard", "Spearman", "Transfer, %")
+    return header, [tuple(lines)]
 
 
 def search_about(inputs: ReportInputs) -> str:
     """Return what a search did, and on how many documents."""
-    modes = [
-        f"{len(each.results)} {each.description}{f' ({each.documents})' if each.documents else ''}"
-        for each in reversed(evidence.all_evidence(inputs))
-        if each.source == evidence.SEARCH
-    ]
+    modes = []
+    for mode in reversed(evidence.all_evidence(inputs)):
+        if mode.source == evidence.SEARCH:
+            documents = f" ({mode.documents})" if mode.documents else ""
+            modes.append(f"{len(mode.results)} {mode.description}{documents}")
     return f"Distinct layouts of the search: {'; '.join(modes)}."
 
 
@@ -148,35 +144,27 @@ def search_rows(inputs: ReportInputs, verdict: Verdict | None = None) -> Table |
     # Name the columns by the steps of retraining
     steps = inputs.search_record.get("steps") or {}
     has_cost = bool(inputs.search["cost"].notna().all())
-    retrained = (
-        f"Δ NLL, %, {kind} retraining" + (f" ({steps[kind]} steps)" if kind in steps else "")
-        for kind in ("full", "short")
-    )
-    header = (
-        "Layout",
-        *retrained,
-        "Δ NLL, %, zero-shot",
-        "Global KV heads",
-        "Coverage, %",
-        *["Cost"][: int(has_cost)],
-    )
-    rows = tuple(
-        chart.Row(
-            str(row["name"]),
-            (
-                *(
-                    change(row[f"{kind}_delta_percent"], row[f"{kind}_standard_error"])
-                    for kind in reversed(FIDELITIES)
-                ),
-                number(row["num_global"], 0),
-                number(row["coverage_percent"], 1),
-                *([f"{row['cost']:.4g}"] if has_cost else []),
-            ),
-            "" if verdict is None else verdict.tag(str(row["name"]), evidence.SEARCH),
-        )
-        for row in best_layouts(inputs.search).to_dict("records")
-    )
-    return header, [rows]
+    header = ["Layout"]
+    for kind in ("full", "short"):
+        number_of_steps = f" ({steps[kind]} steps)" if kind in steps else ""
+        header.append(f"Δ NLL, %, {kind} retraining{number_of_steps}")
+    header += ["Δ NLL, %, zero-shot", "Global KV heads", "Coverage, %"]
+    if has_cost:
+        header.append("Cost")
+    # Format the rows
+    rows = []
+    for row in best_layouts(inputs.search).to_dict("records"):
+        name = str(row["name"])
+        cells = [
+            change(row[f"{kind}_delta_percent"], row[f"{kind}_standard_error"])
+            for kind in reversed(FIDELITIES)
+        ]
+        cells += [number(row["num_global"], 0), number(row["coverage_percent"], 1)]
+        if has_cost:
+            cells.append(f"{row['cost']:.4g}")
+        tag = "" if verdict is None else verdict.tag(name, evidence.SEARCH)
+        rows.append(chart.Row(name, tuple(cells), tag))
+    return tuple(header), [tuple(rows)]
 
 
 def provenance(inputs: ReportInputs) -> list[tuple[str, list[tuple[str, str]]]]:
@@ -185,11 +173,13 @@ def provenance(inputs: ReportInputs) -> list[tuple[str, list[tuple[str, str]]]]:
     probe = {"name": table.name, "tau": table.tau, "window": table.window, **table.metadata}
     sections = [("Probe", list(_flatten(probe))), ("Comparison", list(_flatten(inputs.record)))]
     for name, layout in inputs.layouts.items():
-        seen = {
+        content: dict[str, Any] = {
+            "content hash": layout.content_hash,
             "window": layout.windows or layout.window,
-            **({"sinks": layout.sinks} if layout.sinks else {}),
         }
-        content = {"content hash": layout.content_hash, **seen, **layout.provenance}
+        if layout.sinks:
+            content["sinks"] = layout.sinks
+        content |= layout.provenance
         sections.append((f"Layout {name}", list(_flatten(content))))
     return [(heading, pairs) for heading, pairs in sections if pairs]
 
@@ -199,50 +189,55 @@ def _flatten(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
     if isinstance(value, Mapping):
         for name, inner in value.items():
             yield from _flatten(inner, f"{key}.{name}" if key else str(name))
-    elif isinstance(value, list | tuple) and any(isinstance(item, Mapping) for item in value):
-        for i, item in enumerate(value):
-            yield from _flatten(item, f"{key}.{i}")
-    elif isinstance(value, list | tuple):
-        yield key, ", ".join(without_folder(str(item)) for item in value)
+        return
+    if isinstance(value, list | tuple):
+        if any(isinstance(item, Mapping) for item in value):
+            for index, item in enumerate(value):
+                yield from _flatten(item, f"{key}.{index}")
+            return
+        text = ", ".join(without_folder(str(item)) for item in value)
     else:
-        yield key, "—" if value is None else without_folder(str(value))
+        text = "—" if value is None else without_folder(str(value))
+    yield key, text
 
 
 def findings(record: Mapping[str, Any]) -> list[str]:
     """Return the rank correlations that ``comparison.yaml`` records, in a sentence."""
     recorded = record.get("rank_correlation")
-    zero_shot = record.get("zero_shot_rank_correlation")
     if recorded is None:
         return []
     over = f" over {recorded['layouts']} layouts" if "layouts" in recorded else ""
-    sentence = f"Spearman's rank correlation of coverage and NLL increase{over} is {_with_uncertainty(recorded)}"
-    if zero_shot is not None:
-        sentence += f", that of the NLL increase before any training {_with_uncertainty(zero_shot)}"
-        return [f"{sentence}; {signed(-1, 0)} and {signed(1, 0)} would be perfect rankings."]
-    return [f"{sentence}; {signed(-1, 0)} would be a perfect ranking."]
+    correlation = _with_uncertainty(recorded)
+    sentence = f"Spearman's rank correlation of coverage and NLL increase{over} is {correlation}"
+    zero_shot = record.get("zero_shot_rank_correlation")
+    if zero_shot is None:
+        return [f"{sentence}; {signed(-1, 0)} would be a perfect ranking."]
+    correlation = _with_uncertainty(zero_shot)
+    sentence += f", that of the NLL increase before any training {correlation}"
+    return [f"{sentence}; {signed(-1, 0)} and {signed(1, 0)} would be perfect rankings."]
 
 
 def _with_uncertainty(recorded: Mapping[str, Any]) -> str:
     """Return a rank correlation with its interval or, below ``MIN_ITEMS`` layouts, its p-value, if recorded."""
     text = signed(recorded["rho"], 2)
     interval = recorded.get("interval")
+    is_small = recorded.get("layouts", MIN_ITEMS) < MIN_ITEMS
+    if interval is not None and not is_small:
+        low, high = (signed(bound, 2) for bound in interval)
+        return f"{text} (95 % interval {low} to {high})"
     p_value = recorded.get("p_value")
-    if recorded.get("layouts", MIN_ITEMS) < MIN_ITEMS or interval is None:
-        return (
-            text
-            if p_value is None
-            else f"{text} (p {f'= {p_value:.2g}' if p_value else '< 0.0001'})"
-        )
-    low, high = (signed(bound, 2) for bound in interval)
-    return f"{text} (95 % interval {low} to {high})"
+    if p_value is None:
+        return text
+    return f"{text} (p = {p_value:.2g})" if p_value else f"{text} (p < 0.0001)"
 
 
 def search_findings(inputs: ReportInputs) -> list[str]:
     """Return how well cheap scores rank the layouts of a search; nothing on too few documents."""
     rows = inputs.search
-    if rows is None or not all(
-        each.is_rankable for each in evidence.all_evidence(inputs) if each.fidelity == "full"
-    ):
+    if rows is None:
+        return []
+    retrained = [mode for mode in evidence.all_evidence(inputs) if mode.fidelity == "full"]
+    if not all(mode.is_rankable for mode in retrained):
         return []
     return [
         f"Rank correlation of {pair} over {correlation['layouts']} layouts: {_with_uncertainty(correlation)}."
@@ -253,13 +248,12 @@ def search_findings(inputs: ReportInputs) -> list[str]:
 
 def _letters(inputs: ReportInputs, chosen: Layout | None) -> str:
     """Return the windows of the letters of the chosen layout, else of the first of several windows; "" for none."""
-    several = (layout for layout in inputs.layouts.values() if layout.windows)
-    layout = next(several, None) if chosen is None else chosen
-    return (
-        ""
-        if layout is None
-        else ", ".join(f"{letter} {window}" for letter, window in layout.legend.items())
-    )
+    layout = chosen
+    if layout is None:
+        layout = next((each for each in inputs.layouts.values() if each.windows), None)
+    if layout is None:
+        return ""
+    return ", ".join(f"{letter} {window}" for letter, window in layout.legend.items())
 
 
 def glossary(
@@ -267,20 +261,25 @@ def glossary(
 ) -> dict[str, tuple[str, str]]:
     """Return (title, meaning) of each term that the page uses, by key; windows are those of the headline's layout."""
     table = inputs.table
-    measure = inputs.table.measure
+    measure = table.measure
     clipping = "" if table.is_density else " (0 where it is negative)"
-    sinks = (
-        f"the first tokens of a sequence (sink tokens: {table.sinks}) and " if table.sinks else ""
-    )
-    here = f"; here {table.window}" if table.window else ""
+    sinks = ""
+    if table.sinks:
+        sinks = f"the first tokens of a sequence (sink tokens: {table.sinks}) and "
+    # What the terms stand for on this page
+    window = ""
     if chosen is not None:
-        here = f"; here {' or '.join(map(str, chosen.legend.values()))}"
+        window = f"; here {' or '.join(str(width) for width in chosen.legend.values())}"
+    elif table.window:
+        window = f"; here {table.window}"
+    listed = _letters(inputs, chosen)
+    letters = f"; here {listed}" if listed else ""
     # Terms of every page
     terms = {
         "measure": (measure.title, measure.meaning),
         "window": (
             "Window",
-            f"Number of most recent keys that a local KV head sees, the query's own included{here}.",
+            f"Number of most recent keys that a local KV head sees, the query's own included{window}.",
         ),
         "layout": (
             "Layout",
@@ -289,7 +288,7 @@ def glossary(
         "letters": (
             "Letters of a layout",
             "G is a global head; L, M, N and so on are local heads by their windows, the narrowest first"
-            + (f"; here {listed}." if (listed := _letters(inputs, chosen)) else "."),
+            f"{letters}.",
         ),
         "budget": ("Budget", "Number of global KV heads of a layout."),
         "coverage": (
@@ -300,10 +299,9 @@ def glossary(
     # Terms of gates
     if table.is_density:
         meaning = "A key is kept if its utility, which the gate predicts, is at least τ."
-        interpolated = (
-            " At thresholds other than the probe's, densities are interpolated from its histogram."
-        )
-        terms["tau"] = "Threshold τ", meaning + (interpolated if table.histogram else "")
+        if table.histogram:
+            meaning += " At thresholds other than the probe's, densities are interpolated from its histogram."
+        terms["tau"] = ("Threshold τ", meaning)
     # Terms of results
     if inputs.comparison is None and inputs.search is None:
         return terms

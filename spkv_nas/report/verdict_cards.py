@@ -14,8 +14,8 @@ from spkv_nas.evaluation.verdict import criteria, words
 from spkv_nas.report import chart
 from spkv_nas.report.formatting import capitalized, listed, short, with_minus, without_folder
 
-_MARKS: dict[str, tuple[chart.Shape, chart.Tone]]
-_MARKS = {
+# Shape and tone of the points of each answer
+_STYLES: dict[str, tuple[chart.Shape, chart.Tone]] = {
     "passes": ("circle", "accent"),
     "fails": ("diamond", "second"),
     "open": ("square", "muted"),
@@ -35,41 +35,45 @@ Record = Mapping[str, Any]
 def verdict_section(name: str, rows: pd.DataFrame, record: Record) -> chart.Section:
     """Return the section of ``verdict.csv``."""
     # Name layouts with their sizes, in cards with their numbers of heads
-    sizes = {candidate: _size(each) for candidate, each in record.get("layouts", {}).items()}
-    names = {candidate: f"{candidate} ({size})" for candidate, size in sizes.items()}
-    labels = {
-        candidate: f"{candidate} ({size.partition(',')[0]})" for candidate, size in sizes.items()
-    }
-    context = record.get("context")
-    memory = (
-        ""
-        if context is None
-        else f" The KV cache is a share of full attention's at {context:,} tokens."
-    )
-    answers = record.get("answers", {}).items()
+    names = {}
+    labels = {}
+    for candidate, recorded in record.get("layouts", {}).items():
+        size = _size(recorded)
+        heads = size.partition(",")[0]
+        names[candidate] = f"{candidate} ({size})"
+        labels[candidate] = f"{candidate} ({heads})"
+    candidates = list(rows["candidate"])
     rows = rows.assign(
-        label=[labels.get(each, without_folder(each)) for each in rows["candidate"]],
-        candidate=[names.get(each, without_folder(each)) for each in rows["candidate"]],
+        label=[labels.get(name, without_folder(name)) for name in candidates],
+        candidate=[names.get(name, without_folder(name)) for name in candidates],
     )
-    record = {
-        **record,
-        "answers": {names.get(each, without_folder(each)): answer for each, answer in answers},
+    answers = {
+        names.get(name, without_folder(name)): answer
+        for name, answer in record.get("answers", {}).items()
     }
+    record = {**record, "answers": answers}
     measured = measurements(rows, record)
+    # Say what was measured, and group the measurements by candidate
+    against = without_folder(record.get("against", "the dense model"))
+    about = f"Loss of each candidate against {against}, which it may replace if the loss is below every margin."
+    context = record.get("context")
+    memory = ""
+    if context is not None:
+        memory = f" The KV cache is a share of full attention's at {context:,} tokens."
+    groups: dict[str, list[chart.Row]] = {}
+    for measurement in measured:
+        groups.setdefault(measurement.candidate, []).append(_row(measurement))
+    by_criterion = rows[rows["margin"] > 0.0].groupby("criterion", sort=False)
     return chart.Section(
         name,
         "Verdict",
-        f"Loss of each candidate against {without_folder(record.get('against', 'the dense model'))}, which it may "
-        f"replace if the loss is below every margin. {_INTERVALS}{memory}",
+        f"{about} {_INTERVALS}{memory}",
         ("Candidate", "Criterion", "Loss", "Interval", "Margin", "Samples"),
-        tuple(
-            tuple(_row(each) for each in measured if each.candidate == candidate)
-            for candidate in dict.fromkeys(each.candidate for each in measured)
-        ),
+        tuple(tuple(group) for group in groups.values()),
         findings=tuple(_sentences(measured, record)),
         charts=tuple(
             _card(f"{name}-{criterion}", str(criterion), group, record)
-            for criterion, group in rows[rows["margin"] > 0.0].groupby("criterion", sort=False)
+            for criterion, group in by_criterion
         ),
     )
 
@@ -89,13 +93,15 @@ def budget_section(name: str, rows: pd.DataFrame, record: Record) -> chart.Secti
 
 def _size(recorded: Record) -> str:
     """Return the global heads of a layout, its KV cache if recorded, and its windows if there are several."""
-    layout = Layout.from_words(
-        recorded["heads"], recorded["window"], sinks=recorded.get("sinks", 0)
-    )
+    sinks = recorded.get("sinks", 0)
+    layout = Layout.from_words(recorded["heads"], recorded["window"], sinks=sinks)
+    size = f"{layout.num_global} of {layout.num_heads} heads"
     percent = recorded.get("kv_cache_percent")
-    heads = f"{layout.num_global} of {layout.num_heads} heads"
-    memory = "" if percent is None else f", {percent:.1f} % KV cache"
-    return heads + memory + (f", {layout.reach}" if layout.windows else "")
+    if percent is not None:
+        size += f", {percent:.1f} % KV cache"
+    if layout.windows:
+        size += f", {layout.reach}"
+    return size
 
 
 def _card(name: str, criterion: str, group: pd.DataFrame, record: Record) -> chart.Chart:
@@ -103,14 +109,18 @@ def _card(name: str, criterion: str, group: pd.DataFrame, record: Record) -> cha
     unit = str(group["unit"].iloc[0])
     margin = float(group["margin"].iloc[0])
     # Crop the axis where ends lie far beyond the margin
-    ends = group[["low", "high", "loss"]].clip(-_REACH * margin, _REACH * margin)
+    reach = _REACH * margin
+    ends = group[["low", "high", "loss"]].clip(-reach, reach)
     low = min(0.0, ends.min(axis=None))
     high = max(margin, ends.max(axis=None))
     axis = chart.round_axis(f"Loss, {unit}", low, high, padded=True)
     # Name the candidates, and summarise their answers
     names = [f"{short(label, 28)} " for label in group["label"]]
-    pairs = zip(group["candidate"], group["answer"], strict=True)
-    summary = listed([f"{candidate} {answer}" for candidate, answer in pairs], _MAX_NAMED)
+    answers = [
+        f"{candidate} {answer}"
+        for candidate, answer in zip(group["candidate"], group["answer"], strict=True)
+    ]
+    summary = listed(answers, _MAX_NAMED)
     return chart.Chart(
         name,
         card_title(criterion),
@@ -124,7 +134,9 @@ def _card(name: str, criterion: str, group: pd.DataFrame, record: Record) -> cha
 
 def card_title(criterion: str) -> str:
     """Return the heading of a card; the name of a criterion whose package is not installed."""
-    return criteria.CRITERIA[criterion].title if criterion in criteria.CRITERIA.names else criterion
+    if criterion not in criteria.CRITERIA.names:
+        return criterion
+    return criteria.CRITERIA[criterion].title
 
 
 def _marks(
@@ -144,31 +156,40 @@ def _marks(
     yield chart.Rule(0.0, tone="muted", dash="solid")
     yield chart.Rule(margin)
     # Draw the intervals and the losses by answer
-    for answer, (shape, tone) in _MARKS.items():
+    for answer, (_, tone) in _STYLES.items():
         positions = rows.index[rows["answer"] == answer]
         for position in positions:
             ends = chart.numbers(shown.loc[position, ["low", "high"]])
             yield chart.Line(ends, (position, position), tone=tone, width=5.0, opacity=0.45)
-        measured = [position for position in positions if np.isfinite(rows["loss"][position])]
-        if measured:
-            losses = rows["loss"][measured]
-            of_points = measurements(rows.loc[measured], record)
-            yield chart.Points(
-                chart.numbers(shown["loss"][measured]),
-                chart.numbers(measured),
-                tips=tuple(
-                    with_minus(f"{each.candidate} {each.answer}: {each.finding}")
-                    for each in of_points
-                ),
-                names=tuple(
-                    "" if axis.low <= loss <= axis.high else with_minus(loss_text(loss))
-                    for loss in losses
-                ),
-                label=answer,
-                shape=shape,
-                tone=tone,
-                size=6.0,
-            )
+        known = [position for position in positions if np.isfinite(rows["loss"][position])]
+        if known:
+            yield _points(rows.loc[known], shown.loc[known], axis, record, answer)
+
+
+def _points(
+    rows: pd.DataFrame, shown: pd.DataFrame, axis: chart.Axis, record: Record, answer: str
+) -> chart.Points:
+    """Return the losses of the candidates with one answer; ``shown`` has them cropped at the axis."""
+    tips = [
+        with_minus(f"{measured.candidate} {measured.answer}: {measured.finding}")
+        for measured in measurements(rows, record)
+    ]
+    # Write losses that are beyond the axis
+    names = [
+        "" if axis.low <= loss <= axis.high else with_minus(loss_text(loss))
+        for loss in rows["loss"]
+    ]
+    shape, tone = _STYLES[answer]
+    return chart.Points(
+        chart.numbers(shown["loss"]),
+        chart.numbers(rows.index),
+        tips=tuple(tips),
+        names=tuple(names),
+        label=answer,
+        shape=shape,
+        tone=tone,
+        size=6.0,
+    )
 
 
 def _row(measured: Measurement) -> chart.Row:
@@ -187,9 +208,8 @@ def _sentences(measured: list[Measurement], record: Record) -> Iterable[str]:
     """Yield the answer about each candidate, and what the error rate rests on."""
     answers = record.get("answers", {})
     for candidate, answer in answers.items():
-        verb, reason = words.conclusion(
-            [each for each in measured if each.candidate == candidate], answer
-        )
+        of_candidate = [row for row in measured if row.candidate == candidate]
+        verb, reason = words.conclusion(of_candidate, answer)
         yield with_minus(f"{candidate} {verb}: {reason}.")
     risk = record.get("risk")
     left_out = record.get("left_out")
@@ -197,4 +217,6 @@ def _sentences(measured: list[Measurement], record: Record) -> Iterable[str]:
     if risk is not None and left_out is not None:
         documents = left_out.get("documents", 0)
         selected_by = left_out.get("selected_by", ())
-        yield f"{capitalized(words.basis(risk, words.shared_by(len(answers)), documents, selected_by, unknown))}."
+        shared_by = words.shared_by(len(answers))
+        basis = words.basis(risk, shared_by, documents, selected_by, unknown)
+        yield f"{capitalized(basis)}."
