@@ -48,8 +48,10 @@ class Constraints:
     def __post_init__(self) -> None:
         """Check each value, and the pairs that can contradict each other."""
         # Check the limits per layer
-        for name in ("min_per_layer", "max_per_layer"):
-            value = getattr(self, name)
+        for name, value in (
+            ("min_per_layer", self.min_per_layer),
+            ("max_per_layer", self.max_per_layer),
+        ):
             if value is not None and value < 0:
                 raise UserError(f"{_option(name, value)} must be at least 0")
         low = self.min_per_layer
@@ -59,7 +61,8 @@ class Constraints:
         # Check the windows, the fixed layers and the granularity
         if 0 in (self.max_windows, *self.windows):
             raise UserError("max-windows, and each of windows, must be at least 1")
-        if common_layers := set(self.global_layers) & set(self.local_layers):
+        common_layers = set(self.global_layers) & set(self.local_layers)
+        if common_layers:
             raise UserError(f"layer {min(common_layers)} is in global-layers and in local-layers")
         if self.granularity not in ("head", "layer"):
             raise UserError(f"--granularity must be head or layer; found '{self.granularity}'")
@@ -87,20 +90,25 @@ class Constraints:
                     "local-layers=3-5, uniform, max-windows=2 or windows=128,512"
                 )
         return cls(
+            min_per_layer=settings.get("min-per-layer"),
+            max_per_layer=settings.get("max-per-layer"),
+            global_layers=settings.get("global-layers", ()),
+            local_layers=settings.get("local-layers", ()),
             granularity=granularity,
-            **{name.replace("-", "_"): value for name, value in settings.items()},
+            uniform=settings.get("uniform", False),
+            max_windows=settings.get("max-windows"),
+            windows=settings.get("windows", ()),
         )
 
     @property
     def named(self) -> dict[str, object]:
         """Return the constraints on global heads that are set, by name, as plain values for files and messages."""
-        heads = [field for field in fields(self) if field.name not in ("max_windows", "windows")]
-        values = ((field.name, getattr(self, field.name), field.default) for field in heads)
-        return {
-            name: list(value) if isinstance(value, tuple) else value
-            for name, value, default in values
-            if value != default
-        }
+        named: dict[str, object] = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name not in ("max_windows", "windows") and value != field.default:
+                named[field.name] = list(value) if isinstance(value, tuple) else value
+        return named
 
     def on(self, table: HeadScores) -> "Constraints":
         """Return the constraints with ``local_layers`` extended by the layers that are local by design.
@@ -110,7 +118,8 @@ class Constraints:
         if table.num_candidates == table.num_heads:
             return self
         native = set(range(table.num_layers)) - set(table.layers)
-        if wrong := native & set(self.global_layers):
+        wrong = native & set(self.global_layers)
+        if wrong:
             raise UserError(
                 f"global-layers: layer {min(wrong)} has a native sliding window, beyond which the model cannot attend"
             )
@@ -120,15 +129,16 @@ class Constraints:
         """Return the options, such as "--granularity layer", that a layout does not meet."""
         # Count the global heads of the layers that a minimum or maximum applies to, and of those that mix
         counts = layout.global_mask.sum(1)
-        num_heads = np.array(layout.heads_per_layer)
-        fixed = [*self.global_layers, *self.local_layers]
-        free = np.delete(counts, fixed)
-        mixed = counts[(counts > 0) & (counts < num_heads)]
+        is_full = counts == np.array(layout.heads_per_layer)
+        free = np.delete(counts, [*self.global_layers, *self.local_layers])
+        mixed = counts[(counts > 0) & ~is_full]
         # Check each constraint that is set
+        low = self.min_per_layer
+        high = self.max_per_layer
         broken = {
-            "min_per_layer": self.min_per_layer is not None and (free < self.min_per_layer).any(),
-            "max_per_layer": self.max_per_layer is not None and (free > self.max_per_layer).any(),
-            "global_layers": (counts < num_heads)[list(self.global_layers)].any(),
+            "min_per_layer": low is not None and (free < low).any(),
+            "max_per_layer": high is not None and (free > high).any(),
+            "global_layers": not is_full[list(self.global_layers)].all(),
             "local_layers": counts[list(self.local_layers)].any(),
             "granularity": self.granularity == "layer" and mixed.size > 0,
             "uniform": len(np.unique(mixed)) > 1,
@@ -138,11 +148,14 @@ class Constraints:
     def check(self, grid: Grid) -> None:
         """Check that layers and head counts fit the grid. Raises ``UserError`` otherwise."""
         num_layers, num_kv_heads = grid
-        for name in ("global_layers", "local_layers"):
-            out_of_range = [layer for layer in getattr(self, name) if not 0 <= layer < num_layers]
+        for option, layers in (
+            ("global-layers", self.global_layers),
+            ("local-layers", self.local_layers),
+        ):
+            out_of_range = [layer for layer in layers if not 0 <= layer < num_layers]
             if out_of_range:
                 raise UserError(
-                    f"{name.replace('_', '-')}: the model has no layer {out_of_range[0]}; "
+                    f"{option}: the model has no layer {out_of_range[0]}; "
                     f"give layers from 0 to {num_layers - 1}"
                 )
         if (self.min_per_layer or 0) > num_kv_heads:
@@ -178,19 +191,20 @@ def read_head_costs(path: Path, table: HeadScores) -> Float:
     """
     # Check that the file has a row for every head
     rows = read_table(path, "head costs", _WEIGHTS)
-    layer, head, weight = (rows[column.name].to_numpy() for column in _WEIGHTS)
-    last = (int(layer.max()), int(head.max()))
-    is_known = (layer < table.num_layers).all() and (
-        head < np.array(table.heads_per_layer)[layer]
-    ).all()
+    layer = rows["layer"].to_numpy()
+    head = rows["kv_head"].to_numpy()
+    is_known = False
+    if (layer < table.num_layers).all():
+        is_known = bool((head < np.array(table.heads_per_layer)[layer]).all())
     if len(rows) != table.num_heads or not is_known:
         raise UserError(
-            f"head costs {path}: the file has {len(rows)} rows, up to layer {last[0]} and KV head {last[1]}\n"
+            f"head costs {path}: the file has {len(rows)} rows, up to layer {int(layer.max())} and KV head "
+            f"{int(head.max())}\n"
             f"it needs one row for every head of the density table '{table.name}', {grid_words(table.heads_per_layer)}"
         )
     # Arrange the costs as a grid
     weights = np.full(table.grid, np.nan)
-    weights[layer, head] = weight
+    weights[layer, head] = rows["weight"].to_numpy()
     is_absent = np.isnan(weights) & table.is_head
     if is_absent.any():
         lacking = np.argwhere(is_absent)[0][0]
@@ -225,15 +239,15 @@ def solve(
         return layout
     # Say why there is none
     constraints = _checked(table, constraints, weights)
-    arguments = table.heads_per_layer, constraints.named, budget, weights
+    heads = table.heads_per_layer
     if layout is None:
-        raise UserError(_conflict(integer_program.Problem(*arguments), constraints, budget))
-    least = integer_program.Problem(*arguments, at_least=1).least()
-    reason = (
-        "the constraints make every head local"
-        if least is None
-        else f"at least {least:g} is needed"
-    )
+        problem = integer_program.Problem(heads, constraints.named, budget, weights)
+        raise UserError(_conflict(problem, constraints, budget))
+    problem = integer_program.Problem(heads, constraints.named, budget, weights, at_least=1)
+    least = problem.least()
+    reason = "the constraints make every head local"
+    if least is not None:
+        reason = f"at least {least:g} is needed"
     raise UserError(
         f"no KV head can be global with budget {budget:g} and these constraints: {reason}"
     )
@@ -257,23 +271,28 @@ def best_layout(
     """
     # Solve the integer program
     constraints = _checked(table, constraints, weights)
-    masks = [layout.global_mask for layout in excluded]
-    restrictions: dict[str, Any] = {"excluded": masks, "at_least": at_least, "apart": apart}
     problem = integer_program.Problem(
-        table.heads_per_layer, constraints.named, budget, weights, **restrictions
+        table.heads_per_layer,
+        constraints.named,
+        budget,
+        weights,
+        excluded=[layout.global_mask for layout in excluded],
+        at_least=at_least,
+        apart=apart,
     )
     best = problem.optimum(_objective(table, robust=robust))
     if best is None:
         return None
-    sizes: dict[str, Any] = {
-        "window": window or table.window or DEFAULT_WINDOW,
-        "sinks": table.sinks,
-    }
-    strategy = ROBUST if robust else CONSTRAINED
-    heads = table.heads_per_layer
-    layout = Layout.from_mask(best.mask, strategy=strategy, heads_per_layer=heads, **sizes)
+    layout = Layout.from_mask(
+        best.mask,
+        window=window or table.window or DEFAULT_WINDOW,
+        strategy=ROBUST if robust else CONSTRAINED,
+        sinks=table.sinks,
+        heads_per_layer=table.heads_per_layer,
+    )
     # Record constraints, costs and gap
-    origin = {**coverage.provenance(table, layout, budget), "constraints": constraints.named}
+    origin = coverage.provenance(table, layout, budget)
+    origin["constraints"] = constraints.named
     if robust:
         origin["worst_domain"] = round(min(coverage.domain_coverage(table, layout).values()), 4)
     if weights is not None:
@@ -290,9 +309,9 @@ def _checked(
     constraints = constraints or Constraints()
     constraints.check(table.grid)
     constraints = constraints.on(table)
-    if weights is not None and (
-        weights.shape != table.grid or not (weights[table.is_head] > 0).all()
-    ):
+    if weights is None:
+        return constraints
+    if weights.shape != table.grid or not (weights[table.is_head] > 0).all():
         raise UserError(
             f"weights must be above 0 and have shape {list(table.grid)}; found shape {list(weights.shape)}"
         )
@@ -301,11 +320,9 @@ def _checked(
 
 def _objective(table: HeadScores, *, robust: bool) -> Float:
     """Return the densities [P, L, Hkv] whose lowest coverage is maximised. Raises ``UserError`` if one has none."""
-    density = (
-        np.stack([table.domain_density(domain) for domain in table.domains])
-        if robust
-        else table.density[None]
-    )
+    density = table.density[None]
+    if robust:
+        density = np.stack([table.domain_density(domain) for domain in table.domains])
     for domain, kept in zip(table.domains, density, strict=False):
         if not kept.any():
             of = f"domain '{domain}'" if robust else f"density table '{table.name}'"
@@ -319,17 +336,24 @@ def _conflict(problem: integer_program.Problem, constraints: Constraints, budget
     """Describe which constraints conflict, and the smallest budget that would satisfy all of them."""
     culprits = problem.conflict()
     descriptions = {"budget": f"the budget of {budget:g}"}
-    descriptions |= {name: _option(name, value) for name, value in constraints.named.items()}
+    for name, value in constraints.named.items():
+        descriptions[name] = _option(name, value)
     message = f"no layout meets {' and '.join(descriptions[name] for name in culprits)}"
-    least = problem.least() if "budget" in culprits else None
-    return message + (
-        f": the constraints need a budget of at least {least:g}" if least is not None else ""
-    )
+    if "budget" not in culprits:
+        return message
+    least = problem.least()
+    if least is None:
+        return message
+    return f"{message}: the constraints need a budget of at least {least:g}"
 
 
 def _option(name: str, value: object) -> str:
     """Return the command-line option of a constraint, with its value."""
     if name == "granularity":
         return f"--granularity {value}"
-    value_text = ",".join(map(str, value)) if isinstance(value, list) else value
-    return f"--constraint {name.replace('_', '-')}" + ("" if value is True else f"={value_text}")
+    option = f"--constraint {name.replace('_', '-')}"
+    if value is True:
+        return option
+    if isinstance(value, list):
+        value = ",".join(str(item) for item in value)
+    return f"{option}={value}"

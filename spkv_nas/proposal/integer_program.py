@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import combinations
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import scipy  # submodules load lazily on use: most proposals solve nothing
@@ -22,13 +22,20 @@ from spkv_nas.artifacts.grid import head_cells
 from spkv_nas.base.errors import UserError
 
 Float = NDArray[np.float64]
-Rows = tuple[Any, Any, Any]  # low <= A v <= high, A sparse
 
 TIME_LIMIT = 60.0  # seconds per solve; a solution not proven optimal by then reports its gap
 _SCALE = 1e6  # factor on coverage, because HiGHS stops at an absolute gap of 1e-6
 _SLACK = 1e-4  # tolerance of a row after rounding
 _TIE = 1e-5  # difference of scaled coverage below which two layouts tie
 _ROBUST_TIE = 1e-5  # weight of the mean coverage in the robust objective, which breaks its ties
+
+
+class Rows(NamedTuple):
+    """Rows of a program: low <= left @ variables <= high."""
+
+    left: Any  # sparse, [rows, variables]
+    low: float | Float
+    high: float | Float
 
 
 @dataclass(frozen=True)
@@ -88,12 +95,8 @@ class Problem:
         # Scale densities to gains [P, heads]: contributions to coverage
         gain = _SCALE * density[:, self._is_head] / density.sum((1, 2))[:, None]
         breaks_ties = self._counts and len(gain) == 1 and gap == 0.0
-        # Bound the programs by their relaxations, if there are several
         programs = self._programs(self._constraints)
-        bounds = [np.inf]
-        if len(programs) > 1:
-            relaxed = [program.best(gain, relax=True) for program in programs]
-            bounds = [-np.inf if solution is None else solution.value for solution in relaxed]
+        bounds = _upper_bounds(programs, gain)
         # Solve them, most promising first, until no bound can beat the best solution
         best: _Optimum | None = None
         upper_bound = 0.0
@@ -104,28 +107,33 @@ class Problem:
             if candidate is None:
                 continue
             upper_bound = max(upper_bound, candidate.value * (1 + candidate.gap))
-            if best is None or candidate.value >= best.value - _TIE:
-                candidate = (
-                    programs[index].tie_broken(gain, candidate) if breaks_ties else candidate
-                )
-                best = candidate if best is None else max(best, candidate, key=_Optimum.rank)
+            if best is not None and candidate.value < best.value - _TIE:
+                continue
+            if breaks_ties:
+                candidate = programs[index].tie_broken(gain, candidate)
+            best = candidate if best is None else max(best, candidate, key=_Optimum.rank)
         if best is None:
             return None
         mask = np.zeros(self._is_head.shape, dtype=np.bool_)
         mask[self._is_head] = best.mask
-        return Solution(mask, max(0.0, upper_bound / best.value - 1) if best.value else 0.0)
+        gap_left = max(0.0, upper_bound / best.value - 1) if best.value else 0.0
+        return Solution(mask, gap_left)
 
     def least(self, constraints: Mapping[str, Any] | None = None) -> float | None:
         """Return the smallest weight of a layout, whatever the budget, under the problem's constraints, or others.
 
         None if there is none.
         """
-        programs = self._programs(
-            self._constraints if constraints is None else constraints, budget=False
-        )
+        if constraints is None:
+            constraints = self._constraints
+        programs = self._programs(constraints, budget=False)
         gain = -self._weights.reshape(1, -1)
-        layouts = [program.best(gain) for program in programs]
-        return min((-layout.value for layout in layouts if layout is not None), default=None)
+        weights = []
+        for program in programs:
+            layout = program.best(gain)
+            if layout is not None:
+                weights.append(-layout.value)
+        return min(weights, default=None)
 
     def conflict(self) -> list[str]:
         """Return a smallest set of names of constraints that exclude each other.
@@ -144,18 +152,18 @@ class Problem:
                     some = {name: self._constraints[name] for name in constraint_names}
                     least_weights[constraint_names] = self.least(some)
                 least = least_weights[constraint_names]
-                if least is None or ("budget" in subset and least > self._budget * (1 + 1e-9)):
+                limit = self._budget * (1 + 1e-9) if "budget" in subset else np.inf
+                if least is None or least > limit:
                     return sorted(subset, key=["budget", *self._constraints].index)
         raise AssertionError("the constraints do not exclude each other")
 
     def _programs(self, constraints: Mapping[str, Any], *, budget: bool = True) -> "list[_Program]":
         """Build the program, or with ``uniform`` one per number of global heads in a mixed layer."""
         heads = max(self._layers)
-        has_mixed_layers = (
-            constraints.get("uniform") and constraints.get("granularity") != "layer" and heads > 1
-        )
         limit = self._budget if budget else np.inf
-        mixed_counts = range(1, heads) if has_mixed_layers else [None]
+        mixed_counts: Sequence[int | None] = [None]
+        if constraints.get("uniform") and constraints.get("granularity") != "layer" and heads > 1:
+            mixed_counts = range(1, heads)
         programs = [
             _Program(self._layers, constraints, limit, self._weights, mixed)
             for mixed in mixed_counts
@@ -163,6 +171,14 @@ class Problem:
         for program in programs:
             program.restrict(self._excluded, self._at_least, self._apart)
         return programs
+
+
+def _upper_bounds(programs: "Sequence[_Program]", gain: Float) -> list[float]:
+    """Return the optimum of each program's relaxation, -inf if it is infeasible; inf for a single program."""
+    if len(programs) == 1:
+        return [np.inf]
+    relaxed = [program.best(gain, relax=True) for program in programs]
+    return [-np.inf if solution is None else solution.value for solution in relaxed]
 
 
 @dataclass(frozen=True)
@@ -202,21 +218,24 @@ class _Program:
         self._equal_weights = bool((weights == weights[0]).all())
         self._layer_of = np.repeat(np.arange(layers), heads)
         self._of_layer = np.eye(layers)[self._layer_of]  # [heads, L]
-        self._width = self._num_heads + (0 if mixed is None else 2 * layers) + 1
+        self._width = self._num_heads + 1
+        if mixed is not None:
+            self._width += 2 * layers
         self._lower = np.zeros(self._width)
         self._upper = np.ones(self._width)
         self._upper[-1] = _SCALE
-        for layer in constraints.get("global_layers", ()):
-            self._lower[: self._num_heads][self._layer_of == layer] = 1.0
-        for layer in constraints.get("local_layers", ()):
-            self._upper[: self._num_heads][self._layer_of == layer] = 0.0
+        is_global = np.isin(self._layer_of, constraints.get("global_layers", ()))
+        is_local = np.isin(self._layer_of, constraints.get("local_layers", ()))
+        self._lower[: self._num_heads][is_global] = 1.0
+        self._upper[: self._num_heads][is_local] = 0.0
         # Collect the rows of constraints and budget
         self._rows = list(self._layer_rows(constraints))
         if mixed is not None:
             self._rows += self._uniform_rows(mixed)
         if np.isfinite(budget):
             unit = float(weights.max())  # normalise: HiGHS satisfies a row to 1e-6 only
-            self._rows.append((self._wide(weights.reshape(1, -1) / unit), -np.inf, budget / unit))
+            total = self._wide(weights.reshape(1, -1) / unit)
+            self._rows.append(Rows(total, -np.inf, budget / unit))
         self._excludes = False
 
     def restrict(self, excluded: Sequence[NDArray[np.bool_]], at_least: int, apart: int) -> None:
@@ -227,12 +246,13 @@ class _Program:
         """
         if excluded:
             masks = np.stack(excluded)
-            self._rows.append(
-                (self._wide(np.where(masks, 1.0, -1.0)), -np.inf, masks.sum(1) - float(apart))
-            )
+            signs = np.where(masks, 1.0, -1.0)
+            most = masks.sum(1) - float(apart)
+            self._rows.append(Rows(self._wide(signs), -np.inf, most))
             self._excludes = True
         if at_least:
-            self._rows.append((self._wide(np.ones((1, self._num_heads))), at_least, np.inf))
+            count = self._wide(np.ones((1, self._num_heads)))
+            self._rows.append(Rows(count, at_least, np.inf))
 
     def best(self, gain: Float, *, relax: bool = False, gap: float = 0.0) -> _Optimum | None:
         """Maximise the lowest of the gains [P, heads] summed over global heads; None if infeasible."""
@@ -244,35 +264,39 @@ class _Program:
         else:
             cost[: self._num_heads] = -_ROBUST_TIE * gain.mean(0)
             cost[-1] = -1.0
-            domain_sums = np.hstack([gain, np.zeros((len(gain), self._width - self._num_heads))])
+            others = np.zeros((len(gain), self._width - self._num_heads))
+            domain_sums = np.hstack([gain, others])
             domain_sums[:, -1] = -1.0
-            rows.append((scipy.sparse.csr_array(domain_sums), 0.0, np.inf))
-        # Solve; robust uniform programs a second time without presolve
+            rows.append(Rows(scipy.sparse.csr_array(domain_sums), 0.0, np.inf))
         best = self._run(cost, rows, relax=relax, gap=gap)
-        if best is None or relax or gap > 0.0 or self._mixed is None or len(gain) == 1:
+        is_simple = self._mixed is None or len(gain) == 1
+        if best is None or relax or gap > 0.0 or is_simple:
             return best
-        try:  # presolve can return a suboptimal point for such programs (reports/LOG.md)
-            without_presolve = self._run(cost, rows, presolves=(False,))
+        return self._better_without_presolve(cost, rows, best)
+
+    def _better_without_presolve(self, cost: Float, rows: list[Rows], best: _Optimum) -> _Optimum:
+        """Solve again without presolve, which can return a suboptimal point for such programs (reports/LOG.md)."""
+        try:
+            other = self._run(cost, rows, presolves=(False,))
         except UserError:  # out of time: the relaxation bounds the gap
             bound = self._run(cost, rows, relax=True)
-            return (
-                best
-                if bound is None or best.value <= 0
-                else replace(best, gap=bound.value / best.value - 1)
-            )
-        return (
-            best
-            if without_presolve is None
-            else max(best, without_presolve, key=lambda solution: solution.value)
-        )
+            if bound is None or best.value <= 0:
+                return best
+            return replace(best, gap=bound.value / best.value - 1)
+        if other is None or other.value <= best.value:
+            return best
+        return other
 
     def tie_broken(self, gain: Float, best: _Optimum) -> _Optimum:
         """Return, among layouts as good as ``best`` for gains [1, heads], the one with more and earlier heads."""
         cost = np.zeros(self._width)
         cost[: self._num_heads] = -_tie_values(self._num_heads)
-        as_good = (self._wide(gain), float(gain[0] @ best.mask) - _TIE, np.inf)
+        least = float(gain[0] @ best.mask) - _TIE
+        as_good = Rows(self._wide(gain), least, np.inf)
         solution = self._run(cost, [*self._rows, *self._densest_first(gain), as_good])
-        return best if solution is None else _Optimum(best.value, solution.mask, best.gap)
+        if solution is None:
+            return best
+        return replace(best, mask=solution.mask)
 
     def _run(
         self,
@@ -291,16 +315,16 @@ class _Program:
         integrality[-1] = 0
         bounds = scipy.optimize.Bounds(self._lower, self._upper)
         result = minimise(cost, rows, bounds, integrality, gap=gap, presolves=presolves)
-        # Interpret a missing solution: time limit or infeasible
         if result.x is None:
             if result.status == 1:
                 raise UserError(
                     f"found no layout that meets the constraints within {TIME_LIMIT:g} s: loosen them"
                 )
             return None
-        proven = result.status == 0 and gap == 0.0
-        remaining_gap = 0.0 if proven else float(result.mip_gap or 0)
-        return _Optimum(-float(result.fun), result.x[: self._num_heads] > 0.5, remaining_gap)
+        is_proven = result.status == 0 and gap == 0.0
+        gap_left = 0.0 if is_proven else float(result.mip_gap or 0)
+        mask = result.x[: self._num_heads] > 0.5
+        return _Optimum(-float(result.fun), mask, gap_left)
 
     def _layer_rows(self, constraints: Mapping[str, Any]) -> Iterator[Rows]:
         """Yield the rows of the minimum and maximum number of heads per layer, and of whole layers."""
@@ -311,31 +335,34 @@ class _Program:
         # Bound the global heads of every layer that is not fixed
         if free and (low is not None or high is not None):
             count = self._wide(self._of_layer.T[free])
-            yield count, -np.inf if low is None else low, np.inf if high is None else high
+            least = -np.inf if low is None else low
+            most = np.inf if high is None else high
+            yield Rows(count, least, most)
         # Tie the heads of a layer to its first one
         if constraints.get("granularity") == "layer":
-            first_head_of_layer = np.repeat(self._heads.cumsum() - self._heads, self._heads)
-            identity = np.eye(self._num_heads)
-            yield self._wide(identity - identity[first_head_of_layer]), 0.0, 0.0
+            first_head = np.repeat(self._heads.cumsum() - self._heads, self._heads)
+            head = np.eye(self._num_heads)
+            yield Rows(self._wide(head - head[first_head]), 0.0, 0.0)
 
     def _uniform_rows(self, mixed: int) -> list[Rows]:
         """Return rows by which a layer has all, ``mixed`` or no heads global: the convex hull of these cases."""
         of_layer = self._of_layer
         head = np.eye(self._num_heads)
         layer = np.eye(len(self._heads))
+        no_head = np.zeros((len(layer), self._num_heads))
+        # global heads of a layer = heads * all_global + mixed * is_mixed
+        count = np.hstack([of_layer.T, -self._heads * layer, -mixed * layer])
+        # a layer is all global, mixed, or neither
+        one_case = np.hstack([no_head, layer, layer])
+        # all_global implies every head
+        all_global = np.hstack([head, -of_layer])
+        # a head implies all_global or is_mixed
+        implied = np.hstack([head, -of_layer, -of_layer])
         return [
-            # global heads of a layer = heads * all_global + mixed * is_mixed
-            (self._wide(np.hstack([of_layer.T, -self._heads * layer, -mixed * layer])), 0.0, 0.0),
-            # a layer is all global, mixed, or neither
-            (
-                self._wide(np.hstack([np.zeros((len(layer), self._num_heads)), layer, layer])),
-                0.0,
-                1.0,
-            ),
-            # all_global implies every head
-            (self._wide(np.hstack([head, -of_layer])), 0.0, np.inf),
-            # a head implies all_global or is_mixed
-            (self._wide(np.hstack([head, -of_layer, -of_layer])), -np.inf, 0.0),
+            Rows(self._wide(count), 0.0, 0.0),
+            Rows(self._wide(one_case), 0.0, 1.0),
+            Rows(self._wide(all_global), 0.0, np.inf),
+            Rows(self._wide(implied), -np.inf, 0.0),
         ]
 
     def _densest_first(self, gain: Float) -> list[Rows]:
@@ -343,14 +370,13 @@ class _Program:
         if self._mixed is None or len(gain) > 1 or not self._equal_weights or self._excludes:
             return []
         order = np.lexsort((-gain[0], self._layer_of))  # by layer, and in a layer by gain
+        first_head = np.repeat(self._heads.cumsum() - self._heads, self._heads)
         rank = np.empty(self._num_heads)
-        rank[order] = np.arange(self._num_heads) - np.repeat(
-            self._heads.cumsum() - self._heads, self._heads
-        )
-        mixed = self._of_layer * (rank[:, None] < self._mixed)
-        return [
-            (self._wide(np.hstack([np.eye(self._num_heads), -self._of_layer, -mixed])), 0.0, 0.0)
-        ]
+        rank[order] = np.arange(self._num_heads) - first_head
+        in_mixed = self._of_layer * (rank[:, None] < self._mixed)
+        # A head is global if its layer is, or if its layer is mixed and the head is one of the densest
+        choice = np.hstack([np.eye(self._num_heads), -self._of_layer, -in_mixed])
+        return [Rows(self._wide(choice), 0.0, 0.0)]
 
     def _wide(self, left: NDArray[np.floating[Any]]) -> Any:
         """Return ``left`` as a sparse array, padded with zero columns to the number of variables."""
@@ -379,10 +405,9 @@ def minimise(
     HiGHS's ``presolves`` are tried in turn until the point meets the first ``num_checked`` rows, by default all of
     them, to ``slack``. The relative ``gap`` at which to stop is 0 by default.
     """
-    constraints = [scipy.optimize.LinearConstraint(*row) for row in rows]
-    for (
-        presolve
-    ) in presolves:  # presolve can return infeasible points as optimal (scipy issue 24141)
+    constraints = [scipy.optimize.LinearConstraint(row.left, row.low, row.high) for row in rows]
+    # Presolve can return infeasible points as optimal (scipy issue 24141)
+    for presolve in presolves:
         options = {"mip_rel_gap": gap, "time_limit": TIME_LIMIT, "presolve": presolve}
         with _silenced():
             result = scipy.optimize.milp(
@@ -395,13 +420,16 @@ def minimise(
         if result.x is None:
             return result
         # Round, and check the rows ourselves
-        point = result.x = np.where(integrality > 0, np.rint(result.x), result.x)
-        if all(
-            ((low - slack <= a @ point) & (a @ point <= high + slack)).all()
-            for a, low, high in rows[:num_checked]
-        ):
+        result.x = np.where(integrality > 0, np.rint(result.x), result.x)
+        if all(_is_met(row, result.x, slack) for row in rows[:num_checked]):
             return result
     raise AssertionError("HiGHS returned a point that is not feasible")
+
+
+def _is_met(row: Rows, point: Float, slack: float) -> bool:
+    """Return whether a point meets rows to ``slack``."""
+    values = row.left @ point
+    return bool(((row.low - slack <= values) & (values <= row.high + slack)).all())
 
 
 @contextmanager

@@ -57,7 +57,8 @@ def _one_window(
 ) -> list[float]:
     """Draw one of several windows; return that of every head, ascending, infinity for global ones."""
     row = single[int(rng.integers(len(single)))]
-    return [float(row.window)] * (table.num_candidates - row.num_global) + [np.inf] * row.num_global
+    num_local = table.num_candidates - row.num_global
+    return [float(row.window)] * num_local + [np.inf] * row.num_global
 
 
 def _several_windows(
@@ -66,11 +67,10 @@ def _several_windows(
     """Draw a window for every head; return them as ``_one_window`` does, none if not even the narrowest fit."""
     costs = table.window_costs
     assert costs is not None
-    kinds = [*map(float, costs.windows), np.inf]
-    sizes = [
-        *(replace(cost, window=window).local_head for window in costs.windows),
-        cost.global_head,
-    ]
+    kinds = [float(window) for window in costs.windows]
+    kinds.append(np.inf)
+    sizes = [replace(cost, window=window).local_head for window in costs.windows]
+    sizes.append(cost.global_head)
     num_heads = table.num_candidates
     left = memory - cost.of_heads(()) - num_heads * sizes[0]
     if left < 0:
@@ -98,7 +98,8 @@ def _need(table: HeadScores) -> dict[tuple[int, int], float]:
         (layer, head) for layer in table.layers for head in range(table.heads_per_layer[layer])
     ]
     need = np.array([by_head[cell] for cell in heads])
-    need = (need - need.mean()) / max(float(need.std()), np.finfo(float).tiny)
+    spread = max(float(need.std()), np.finfo(float).tiny)
+    need = (need - need.mean()) / spread
     return dict(zip(heads, need.tolist(), strict=True))
 
 
@@ -115,7 +116,9 @@ def _assigned(
     which does not test the choice of heads.
     """
     heads = list(need)
-    order = np.argsort(rng.normal() * np.array(list(need.values())) + rng.normal(size=len(heads)))
+    lean = rng.normal()
+    noise = rng.normal(size=len(heads))
+    order = np.argsort(lean * np.array(list(need.values())) + noise)
     # Layers that are local by design take any window, as they keep their own
     rows: list[list[int | None]] = [[int(windows[0])] * size for size in table.heads_per_layer]
     for index, window in zip(order, windows, strict=True):

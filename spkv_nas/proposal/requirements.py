@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import DEFAULT_WINDOW, Layout
@@ -18,10 +17,8 @@ from spkv_nas.proposal import coverage, integer_program, windows
 from spkv_nas.proposal.budget import MATCH_BUDGET, is_several, parse_budget
 from spkv_nas.proposal.constraints import Constraints, best_layout, read_head_costs, solve
 
-_RESAMPLE_GAP, _ROUGH_GAP = (
-    1e-4,
-    1e-3,
-)  # relative MIP gap per bootstrap resample; the second if robust and many heads
+_RESAMPLE_GAP = 1e-4  # relative MIP gap per bootstrap resample
+_ROUGH_GAP = 1e-3  # the same for many heads if the lowest coverage of a domain is maximised
 NO_CONTEXT = "--engine needs --context, the maximum number of tokens of a request"
 _SAME_SHARE = 1e-4  # difference of shares of full attention's cache that are one memory, because records round them
 _LARGE = 200  # number of heads above which the rough gap is used
@@ -86,11 +83,11 @@ class Requirements:
             return None
         # Read the cache from the engine, the requirements, or the probe's model
         served_dtype = None if self.serving is None else self.serving.kv_dtype
-        cache_facts: dict[str, Any] = {
-            **table.cache_facts,
-            **({} if self.head_dim is None else {"head_dim": self.head_dim, "native_dims": ()}),
-            "dtype": served_dtype or self.kv_dtype or table.metadata.get("dtype"),
-        }
+        cache_facts = dict(table.cache_facts)
+        if self.head_dim is not None:
+            cache_facts["head_dim"] = self.head_dim
+            cache_facts["native_dims"] = ()
+        cache_facts["dtype"] = served_dtype or self.kv_dtype or table.metadata.get("dtype")
         for fact, value in cache_facts.items():
             if value is None:
                 raise UserError(
@@ -98,10 +95,11 @@ class Requirements:
                     "probe the model with this version, or leave out --context"
                 )
         window = window or table.window or DEFAULT_WINDOW
-        sizes: tuple[int, int, int] = (context, self.batch, window)
         if self.serving is None:
-            return CacheCost(*sizes, sinks=table.sinks, **cache_facts)
-        return EngineCost(*sizes, sinks=table.sinks, serving=self.serving, **cache_facts)
+            return CacheCost(context, self.batch, window, sinks=table.sinks, **cache_facts)
+        return EngineCost(
+            context, self.batch, window, sinks=table.sinks, serving=self.serving, **cache_facts
+        )
 
     def cost_of_layouts(self, table: HeadScores, window: int | None) -> CacheCost:
         """Return the cost model of layouts: at the context at which the probe measured losses if no other is given."""
@@ -138,9 +136,8 @@ class Requirements:
         # Convert the memory limit to a number of heads
         if self.kv_bytes is not None:
             if budget is not None or self.head_costs is not None:
-                raise UserError(
-                    f"give --memory or {'--budget' if budget is not None else '--head-costs'}, not both"
-                )
+                option = "--head-costs" if budget is None else "--budget"
+                raise UserError(f"give --memory or {option}, not both")
             cost = self.cache_cost(table, window)
             if cost is None:
                 raise UserError(
@@ -150,11 +147,9 @@ class Requirements:
             return Limit(cost.largest_budget(memory, table.num_heads))
         # Parse a budget in heads, or in the unit of the head costs
         if self.head_costs is None:
-            return Limit(
-                parse_budget(
-                    table.memory_budget if budget is None else budget, table.num_candidates
-                )
-            )
+            if budget is None:
+                budget = table.memory_budget
+            return Limit(parse_budget(budget, table.num_candidates))
         weights = read_head_costs(self.head_costs, table)
         return Limit(_parse_weight(budget, float(weights.sum())), weights)
 
@@ -168,16 +163,13 @@ class Requirements:
         """Return a table with costs of windows at ``window``, or at the one that loses least in a limit of memory."""
         if table.window_costs is None:
             return table
-        if (
-            window is None
-            and self.kv_bytes is not None
-            and (cost := self.cache_cost(table, None)) is not None
-        ):
-            if self._is_of_probe(table, memory_bytes(self.kv_bytes, cost, table.num_heads), cost):
-                return table  # the probe measured its window for this memory
-            tried = windows.windows_by_costs(
-                table, cost, memory_bytes(self.kv_bytes, cost, table.num_heads)
-            )
+        cost = None if self.kv_bytes is None or window is not None else self.cache_cost(table, None)
+        if self.kv_bytes is not None and cost is not None:
+            memory = memory_bytes(self.kv_bytes, cost, table.num_heads)
+            # The probe measured its window for this memory
+            if self._is_of_probe(table, memory, cost):
+                return table
+            tried = windows.windows_by_costs(table, cost, memory)
             window = min(tried, key=lambda row: row.cost).window
         return table if window is None else windows.at_window(table, window)
 
@@ -194,21 +186,19 @@ class Requirements:
         cost = self.cost_of_layouts(table, window)
         memory = cost.total(limit.heads(table), table.num_heads)
         if self.kv_bytes is not None or limit.budget == table.memory_budget:
-            memory = memory_bytes(
-                self.kv_bytes or str(table.metadata["memory"]), cost, table.num_heads
-            )
+            limit_text = self.kv_bytes or str(table.metadata["memory"])
+            memory = memory_bytes(limit_text, cost, table.num_heads)
         layout = windows.window_per_head(table, cost, memory, self.constraints, robust=self.robust)
         return {layout.strategy: layout}
 
     def _is_of_probe(self, table: HeadScores, memory: int, cost: CacheCost) -> bool:
         """Return whether the probe was measured for this memory, in bytes of keys and values, at this context."""
         share = table.metadata.get("memory")
-        is_same_context = cost.context == table.metadata.get("context") and self.serving is None
-        return (
-            share is not None
-            and is_same_context
-            and abs(memory / cost.full(table.num_heads) - share) < _SAME_SHARE
-        )
+        if share is None or self.serving is not None:
+            return False
+        if cost.context != table.metadata.get("context"):
+            return False
+        return bool(abs(memory / cost.full(table.num_heads) - share) < _SAME_SHARE)
 
     def compared(self, table: HeadScores, limit: "Limit", window: int | None) -> list[TriedLayout]:
         """Return the layouts that the probe compared on text, if they are of this memory; none otherwise.
@@ -220,14 +210,12 @@ class Requirements:
         if self.kv_bytes is not None:
             cost = self.cache_cost(table, window)
             assert cost is not None  # the limit was resolved with it
-            if not self._is_of_probe(
-                table, memory_bytes(self.kv_bytes, cost, table.num_heads), cost
-            ):
+            memory = memory_bytes(self.kv_bytes, cost, table.num_heads)
+            if not self._is_of_probe(table, memory, cost):
                 return []
-        if self.context not in (None, table.metadata.get("context")) or window not in (
-            None,
-            table.window,
-        ):
+        if self.context not in (None, table.metadata.get("context")):
+            return []
+        if window not in (None, table.window):
             return []
         return [tried for tried in read_tried(table.metadata) if tried.layout.sinks == table.sinks]
 
@@ -262,15 +250,17 @@ class Requirements:
         It fits in the memory of an engine, as in ``fitted``.
         """
         cost = self.cache_cost(table, window)
-        problem: dict[str, Any] = {
-            "robust": self.robust,
-            "excluded": excluded,
-            "apart": apart,
-            "at_least": 1,
-        }
         while True:
             layout = best_layout(
-                table, limit.budget, self.constraints, limit.weights, window=window, **problem
+                table,
+                limit.budget,
+                self.constraints,
+                limit.weights,
+                robust=self.robust,
+                window=window,
+                excluded=excluded,
+                apart=apart,
+                at_least=1,
             )
             if layout is None or self.kv_bytes is None or not isinstance(cost, EngineCost):
                 return layout
@@ -278,9 +268,8 @@ class Requirements:
             if cost.total(layout.num_global, table.num_heads) <= memory:
                 return layout
             # Retry with the next smaller budget that fits in memory
-            limit = Limit(
-                cost.num_global_within(memory, table.num_heads, most=layout.num_global - 1)
-            )
+            most = layout.num_global - 1
+            limit = Limit(cost.num_global_within(memory, table.num_heads, most=most))
             if not limit.budget:
                 return None
 
@@ -298,10 +287,9 @@ class Requirements:
         if cost is None:
             return None
         # Describe the memory with these, all and no heads global
-        used, full, local = (
-            format_bytes(cost.total(n, table.num_heads))
-            for n in (num_global, table.num_candidates, 0)
-        )
+        used = format_bytes(cost.total(num_global, table.num_heads))
+        full = format_bytes(cost.total(table.num_candidates, table.num_heads))
+        local = format_bytes(cost.total(0, table.num_heads))
         room = f"{self.kv_bytes} has room for {num_global} global heads: " if self.kv_bytes else ""
         what = "of keys and values"
         settings = ""
@@ -316,7 +304,8 @@ class Requirements:
             f"{cost.dtype}; {full} with all heads global, {local} with all heads local"
         )
         # Mention further heads that take no more memory
-        if (larger := self.max_heads_same_memory(table, num_global, window)) > num_global:
+        larger = self.max_heads_same_memory(table, num_global, window)
+        if larger > num_global:
             sentence += f"\n{larger} global heads take no more memory there than {num_global}"
         return sentence
 
@@ -325,9 +314,8 @@ class Requirements:
     ) -> Float:
         """Return [L, Hkv], the share of bootstrap resamples whose solution makes a head global."""
         table = resampled.table
-        problem = integer_program.Problem(
-            table.heads_per_layer, self.constraints.on(table).named, limit.budget, limit.weights
-        )
+        named = self.constraints.on(table).named
+        problem = integer_program.Problem(table.heads_per_layer, named, limit.budget, limit.weights)
         gap = _ROUGH_GAP if self.robust and table.num_heads > _LARGE else _RESAMPLE_GAP
 
         def choose(density: Float) -> Mask:
@@ -348,10 +336,8 @@ class Limit:
 
     def heads(self, table: HeadScores) -> int:
         """Return the limit in heads: divided by the mean weight and rounded, at least 1."""
-        share = self.budget / (
-            table.num_heads if self.weights is None else float(self.weights.sum())
-        )
-        return max(1, round(share * table.num_heads))
+        total = table.num_heads if self.weights is None else float(self.weights.sum())
+        return max(1, round(self.budget / total * table.num_heads))
 
 
 def _parse_weight(budget: int | str | None, total: float) -> float:

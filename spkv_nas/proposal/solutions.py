@@ -25,13 +25,14 @@ class SeveralSolutions:
     """Request for several layouts. Raises ``UserError``: ``number`` is below 2 or ``apart`` below 1."""
 
     number: int  # number of layouts, the best included
-    apart: int = (
-        defaults.SOLUTIONS_APART
-    )  # minimum number of KV heads in which any two of them differ
+    # minimum number of KV heads in which any two of them differ
+    apart: int = defaults.SOLUTIONS_APART
 
     def __post_init__(self) -> None:
         """Check both numbers."""
-        if not 2 <= self.number <= limits.MAX_REPEATS or not 1 <= self.apart <= limits.MAX_WHOLE:
+        is_number = 2 <= self.number <= limits.MAX_REPEATS
+        is_apart = 1 <= self.apart <= limits.MAX_WHOLE
+        if not is_number or not is_apart:
             raise UserError(
                 f"solutions must be at least 2 and apart at least 1; found {self.number} and {self.apart}"
             )
@@ -40,9 +41,11 @@ class SeveralSolutions:
     def parse(cls, text: str) -> "SeveralSolutions":
         """Read a request such as "5", or "5:apart=3". Raises ``UserError`` if it has no such form."""
         number, colon, apart = text.partition(":apart=")
-        if not number.isdecimal() or (colon and not apart.isdecimal()):
+        if not colon:
+            apart = str(defaults.SOLUTIONS_APART)
+        if not number.isdecimal() or not apart.isdecimal():
             raise UserError(f"--solutions '{text}': expected a number, such as 5, or 5:apart=3")
-        return cls(int(number), int(apart) if colon else defaults.SOLUTIONS_APART)
+        return cls(int(number), int(apart))
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,12 +101,12 @@ def find_solutions(
     layouts = {}
     for number, layout in enumerate(chosen, 1):
         name = f"{first.strategy}-solution-{number}"
-        origin = {
-            key: value
-            for key, value in layout.provenance.items()
-            if (key, value) != ("constraints", {})
-        }
-        origin |= {"solution": number, "apart": request.apart, "best": first.hash}
+        origin = dict(layout.provenance)
+        if origin.get("constraints") == {}:
+            del origin["constraints"]
+        origin["solution"] = number
+        origin["apart"] = request.apart
+        origin["best"] = first.hash
         layouts[name] = replace(layout, strategy=name, provenance=origin)
     return Solutions(request, layouts, _rows(table, layouts, resampled, robust=requirements.robust))
 
@@ -130,20 +133,20 @@ def _rows(
             if other is not layout
         ]
         gap = layout.provenance.get("gap")
+        note = "" if gap is None else f"within {100 * float(str(gap)):.2g} % of the optimum"
+        objective = _objective(table, layout, robust=robust)
         rows.append(
             {
                 "solution": number,
                 "strategy": name,
                 "num_global": layout.num_global,
-                "objective": (objective := _objective(table, layout, robust=robust)),
+                "objective": objective,
                 "lost": best - objective,
                 "lost_low": low,
                 "lost_high": high,
                 "differing": Difference.of(first, layout).num_heads,
                 "nearest": min(distances, default=0),
-                "note": ""
-                if gap is None
-                else f"within {100 * float(str(gap)):.2g} % of the optimum",
+                "note": note,
             }
         )
     return pd.DataFrame(rows)
@@ -151,4 +154,6 @@ def _rows(
 
 def _objective(table: head_scores.HeadScores, layout: Layout, *, robust: bool) -> float:
     """Return what the layouts maximise: coverage, or the lowest per-domain coverage."""
-    return min(domain_coverage(table, layout).values()) if robust else coverage(table, layout)
+    if robust:
+        return min(domain_coverage(table, layout).values())
+    return coverage(table, layout)

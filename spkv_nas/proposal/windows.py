@@ -8,7 +8,6 @@ largest of the sums over domains.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -23,6 +22,7 @@ from spkv_nas.base import arrays, errors, units
 from spkv_nas.cost.cache_cost import CacheCost, EngineCost
 from spkv_nas.proposal import coverage, integer_program
 from spkv_nas.proposal.constraints import Constraints
+from spkv_nas.proposal.integer_program import Rows
 from spkv_nas.proposal.strategies import INTERLEAVED_LAST
 
 NARROWEST = 32  # narrowest window that is tried
@@ -41,12 +41,9 @@ WHOLE_LAYERS = "whole-layers-"
 BY_GATES = "head-gates-"  # before the window, in the names of layouts with one window whose heads head gates chose
 _LOCAL_PART = 0.6  # of the memory for a typical window; the best took 42 to 62 % (reports/LOG.md)
 _MOST_BY_GATES = 2  # windows of layouts whose heads head gates choose
-Row = tuple[Any, Any, Any]  # low <= A v <= high: A, low, high
 _SCALE = 1e6  # factor on the costs, whose sum of sizes is 1, because HiGHS stops at an absolute gap of 1e-6
-_MOST_TRIES, _LOWERED = (
-    12,
-    0.99,
-)  # solutions for a limit that is lowered, to what fits and by this factor
+_MOST_TRIES = 12  # solutions for a limit that is lowered to what fits
+_LOWERED = 0.99  # further factor by which it is lowered
 _SLACK = 1e-6  # tolerance of a row, of which the largest coefficient is 1
 
 
@@ -70,33 +67,30 @@ def candidate_windows(
     Raises ``UserError``: the memory leaves no global head beside the narrowest window.
     """
     full = cost.full(num_heads)
+    narrowest = min(NARROWEST, widest)
     # Keep the widest window of each number of global heads
-    grid = [
-        window
-        for window in range(_STEP, max(widest, _STEP) + 1, _STEP)
-        if window >= min(NARROWEST, widest)
-    ]
-    widest_of = {
-        replace(cost, window=window).num_global_within(limit, num_heads): window for window in grid
-    }
+    widest_of: dict[int, int] = {}
+    for window in range(_STEP, max(widest, _STEP) + 1, _STEP):
+        if window >= narrowest:
+            number = replace(cost, window=window).num_global_within(limit, num_heads)
+            widest_of[number] = window
     pairs = sorted((window, number) for number, window in widest_of.items() if number >= 1)
     if not pairs:
         raise errors.UserError(
             f"{100 * limit / full:.3g} % of the KV cache leave no global head beside windows of "
-            f"{min(NARROWEST, widest)} keys: give more memory, or a longer context"
+            f"{narrowest} keys: give more memory, or a longer context"
         )
     # Of many, keep some that are evenly spread over the octaves
     if len(pairs) > _MOST_TRIED:
         octaves = np.log2([window for window, _ in pairs])
         wanted = np.linspace(octaves[0], octaves[-1], _MOST_TRIED)
-        pairs = [
-            pairs[index]
-            for index in sorted({int(np.abs(octaves - octave).argmin()) for octave in wanted})
-        ]
-    return [
-        TriedWindow(window, number, replace(cost, window=window).total(number, num_heads) / full)
-        for window, number in pairs
-    ]
+        nearest = {int(np.abs(octaves - octave).argmin()) for octave in wanted}
+        pairs = [pairs[index] for index in sorted(nearest)]
+    tried = []
+    for window, number in pairs:
+        memory = replace(cost, window=window).total(number, num_heads) / full
+        tried.append(TriedWindow(window, number, memory))
+    return tried
 
 
 def typical_windows(
@@ -114,11 +108,10 @@ def at_window(table: HeadScores, window: int) -> HeadScores:
     """Return a table whose layouts have a window, and whose scores are the costs of it if they were measured."""
     if table.window_costs is None:
         return replace(table, window=window)
-    rows = table.rows.copy()
     costs = table.window_costs
-    rows["score"] = costs.at(window)[
-        rows["domain"].map(costs.domains.index), rows["layer"], rows["kv_head"]
-    ]
+    rows = table.rows.copy()
+    domain = rows["domain"].map(costs.domains.index)
+    rows["score"] = costs.at(window)[domain, rows["layer"], rows["kv_head"]]
     if window != table.window:
         rows["standard_error"] = np.nan
     return replace(table, rows=rows, window=window, probe_hash=table.content_hash)
@@ -130,12 +123,13 @@ def windows_by_costs(table: HeadScores, cost: CacheCost, limit: int) -> list[Tri
     A layout's global heads are those to which its window costs most. Raises ``UserError`` as ``candidate_windows``.
     """
     costs = table.window_costs
-    tried = []
     assert costs is not None
+    tried = []
     for row in candidate_windows(cost, table.num_heads, limit, max(costs.windows)):
         by_head = np.tensordot(table.domain_shares, costs.at(row.window), 1)[table.layers]
-        of_heads = np.sort(by_head[~np.isnan(by_head)])
-        tried.append(replace(row, cost=float(of_heads[: len(of_heads) - row.num_global].sum())))
+        ascending = np.sort(by_head[~np.isnan(by_head)])
+        num_local = len(ascending) - row.num_global
+        tried.append(replace(row, cost=float(ascending[:num_local].sum())))
     return tried
 
 
@@ -151,8 +145,9 @@ def _one_window_by(values: arrays.Float, table: HeadScores, row: TriedWindow) ->
     """Return the layout whose global heads have the highest of ``values`` [L, Hkv]; as ``one_window_layout``."""
     scores = np.full(table.grid, -np.inf)
     scores[table.layers] = values[table.layers]
+    highest_first = np.argsort(-scores, axis=None, kind="stable")
     mask = np.zeros(table.grid, dtype=bool)
-    mask.flat[np.argsort(-scores, axis=None, kind="stable")[: row.num_global]] = True
+    mask.flat[highest_first[: row.num_global]] = True
     heads = table.heads_per_layer
     return Layout.from_mask(mask, window=row.window, sinks=table.sinks, heads_per_layer=heads)
 
@@ -163,9 +158,8 @@ class WindowProblem:
 
     costs: WindowCosts
     sizes: arrays.Float  # [W + 1], bytes of a head with each window, and of a global head
-    constraints: dict[
-        str, Any
-    ]  # those that are set, by name; layers local by design are in ``local_layers``
+    # those that are set, by name; layers local by design are in ``local_layers``
+    constraints: dict[str, Any]
     native_layers: tuple[int, ...] = ()  # layers that are local by design, which take no bytes here
     max_windows: int | None = None  # most windows of one layout; None: no limit
 
@@ -200,74 +194,93 @@ class WindowProblem:
         costs *= _SCALE / max(float(np.abs(costs).sum()), np.finfo(float).tiny)
         # Variables: one per head and kind, one per kind that says whether it is used, and the largest sum of costs
         num_choices = costs.shape[1]
-        kinds = self._shape[2]
-        objective = np.append(np.zeros(num_choices + kinds), 1.0)
-        largest = np.hstack([costs, np.zeros((len(costs), kinds)), -np.ones((len(costs), 1))])
-        # The last row defines the largest sum of costs, and is not checked
-        sizes = self.sizes * self._is_head[..., None]
-        sizes[list(self.native_layers)] = 0.0
-        unit = float(self.sizes.max())  # HiGHS satisfies a row to 1e-6 only
-        memory = (self._wide(sizes.reshape(1, -1) / unit), -np.inf, limit / unit)
-        rows = [*self._rows(), memory, (largest, -np.inf, 0.0)]
-        matrices = [(scipy.sparse.csr_array(row), low, high) for row, low, high in rows]
-        integrality = np.append(np.ones(num_choices + kinds), 0.0)
-        is_integer = integrality > 0
+        num_integers = num_choices + self._shape[2]
+        is_integer = np.append(np.ones(num_integers), 0.0)
+        objective = 1.0 - is_integer
         bounds = scipy.optimize.Bounds(
-            np.where(is_integer, 0.0, -np.inf), np.where(is_integer, 1.0, np.inf)
+            np.where(is_integer > 0, 0.0, -np.inf), np.where(is_integer > 0, 1.0, np.inf)
         )
+        rows = [*self._rows(), self._memory_row(limit), self._largest_row(costs)]
+        # The last row defines the largest sum of costs, and is not checked
         result = integer_program.minimise(
-            objective, matrices, bounds, integrality, num_checked=-1, slack=_SLACK
+            objective, rows, bounds, is_integer, num_checked=-1, slack=_SLACK
         )
         if result.x is None:
-            time_limit = f"{integer_program.TIME_LIMIT:g} s"
-            reason = (
-                f"was found within {time_limit}" if result.status == 1 else "meets the constraints"
-            )
+            reason = "meets the constraints"
+            if result.status == 1:
+                reason = f"was found within {integer_program.TIME_LIMIT:g} s"
             raise errors.UserError(
                 f"no choice of windows {reason} in this memory: give more memory, or loosen them"
             )
         return np.asarray(result.x[:num_choices].reshape(self._shape).argmax(-1))
 
-    def _rows(self) -> list[Row]:
+    def _memory_row(self, limit: float) -> Rows:
+        """Return the row by which heads take at most ``limit`` bytes."""
+        sizes = self.sizes * self._is_head[..., None]
+        sizes[list(self.native_layers)] = 0.0
+        unit = float(self.sizes.max())  # HiGHS satisfies a row to 1e-6 only
+        return Rows(self._wide(sizes.reshape(1, -1) / unit), -np.inf, limit / unit)
+
+    def _largest_row(self, costs: arrays.Float) -> Rows:
+        """Return the rows by which the last variable is at least each of the sums of ``costs`` [R, choices]."""
+        num_sums = len(costs)
+        kinds_used = np.zeros((num_sums, self._shape[2]))
+        left = np.hstack([costs, kinds_used, -np.ones((num_sums, 1))])
+        return Rows(scipy.sparse.csr_array(left), -np.inf, 0.0)
+
+    def _rows(self) -> list[Rows]:
         """Return the rows of the constraints."""
-        (num_layers, heads, kinds), sparse = self._shape, scipy.sparse
+        num_layers, heads, kinds = self._shape
+        sparse = scipy.sparse
+        # Every head takes one kind
         one_kind = sparse.kron(sparse.eye_array(num_layers * heads), np.ones((1, kinds)))
-        rows: list[Row] = [(self._wide(one_kind), 1.0, 1.0)]
+        rows = [Rows(self._wide(one_kind), 1.0, 1.0)]
         # Number of global heads of every layer
         low = np.full(num_layers, float(self.constraints.get("min_per_layer", 0)))
         high = np.full(num_layers, float(self.constraints.get("max_per_layer", heads)))
-        for name, share in (("global_layers", 1), ("local_layers", 0)):
-            for layer in self.constraints.get(name, ()):
-                low[layer] = high[layer] = share * self._is_head[layer].sum()
-        is_global = np.kron(np.where(self._is_head, 1.0, 0.0).reshape(1, -1), np.eye(kinds)[-1:])
+        for layer in self.constraints.get("global_layers", ()):
+            low[layer] = self._is_head[layer].sum()
+            high[layer] = low[layer]
+        for layer in self.constraints.get("local_layers", ()):
+            low[layer] = 0.0
+            high[layer] = 0.0
+        is_head = np.where(self._is_head, 1.0, 0.0).reshape(1, -1)
+        is_global = np.kron(is_head, np.eye(kinds)[-1:])
         of_layer = sparse.kron(sparse.eye_array(num_layers), np.ones((1, heads * kinds)))
-        rows.append((self._wide(of_layer.multiply(is_global)), low, high))
+        rows.append(Rows(self._wide(of_layer.multiply(is_global)), low, high))
         # Whole layers: the heads of a layer take the kind of its first one
         if self.constraints.get("granularity") == "layer":
             of_first = np.kron(np.repeat(np.eye(heads)[:1], heads, 0), np.eye(kinds))
-            as_first = self._wide(
-                sparse.kron(sparse.eye_array(num_layers), np.eye(heads * kinds) - of_first)
-            )
-            rows.append((as_first, 0.0, 0.0))
-        # Windows that are used, without those of layers that are local by design
+            difference = np.eye(heads * kinds) - of_first
+            as_first = sparse.kron(sparse.eye_array(num_layers), difference)
+            rows.append(Rows(self._wide(as_first), 0.0, 0.0))
         if self.max_windows is not None:
-            layer_of, head_of, kind = np.indices(self._shape).reshape(3, -1)
-            counts = self._is_head[layer_of, head_of] & ~np.isin(layer_of, self.native_layers)
-            chosen = np.flatnonzero((kind < kinds - 1) & counts)
-            is_chosen = sparse.eye_array(len(kind), format="csr")[chosen]
-            is_used = np.eye(kinds)[kind[chosen]]
-            rows.append((self._wide(sparse.hstack([is_chosen, -is_used])), -np.inf, 0.0))
-            count = np.repeat([[0.0, 1.0]], [len(kind), kinds - 1], 1)
-            rows.append((self._wide(count), -np.inf, float(self.max_windows)))
+            rows += self._window_rows(self.max_windows)
         return rows
+
+    def _window_rows(self, most: int) -> list[Rows]:
+        """Return rows by which at most so many windows are used, without layers that are local by design."""
+        kinds = self._shape[2]
+        layer_of, head_of, kind = np.indices(self._shape).reshape(3, -1)
+        counts = self._is_head[layer_of, head_of] & ~np.isin(layer_of, self.native_layers)
+        # A choice of a window implies that it is used
+        chosen = np.flatnonzero((kind < kinds - 1) & counts)
+        is_chosen = scipy.sparse.eye_array(len(kind), format="csr")[chosen]
+        is_used = np.eye(kinds)[kind[chosen]]
+        implied = scipy.sparse.hstack([is_chosen, -is_used])
+        # Count the windows that are used; the last kind is global
+        count = np.repeat([[0.0, 1.0]], [len(kind), kinds - 1], 1)
+        return [
+            Rows(self._wide(implied), -np.inf, 0.0),
+            Rows(self._wide(count), -np.inf, float(most)),
+        ]
 
     def _wide(self, left: Any) -> Any:
         """Return rows over the choices, padded with zeros for the other variables."""
         layers, heads, kinds = self._shape
         width = layers * heads * kinds + kinds + 1
-        return scipy.sparse.hstack(
-            [left, scipy.sparse.csr_array((left.shape[0], width - left.shape[1]))], "csr"
-        )
+        padding = scipy.sparse.csr_array((left.shape[0], width - left.shape[1]))
+        return scipy.sparse.hstack([left, padding], "csr")
 
 
 def window_per_head(
@@ -290,15 +303,15 @@ def window_per_head(
     problem = _problem(table, cost, constraints)
     shares = np.eye(len(problem.costs.domains)) if robust else table.domain_shares[None]
     kinds: list[int | None] = [*problem.costs.windows, None]
-    # Lower the limit until the layout fits, because pages of an engine take more than their tokens
-    native_bytes = (
-        0 if isinstance(cost, EngineCost) else cost.of_heads(())
-    )  # of layers that are local by design
+    # Layers that are local by design take bytes that the program does not count
+    native_bytes = 0 if isinstance(cost, EngineCost) else cost.of_heads(())
     limit = float(memory - native_bytes)
+    # Lower the limit until the layout fits, because pages of an engine take more than their tokens
     for _ in range(_MOST_TRIES):
         chosen = problem.solve(limit, shares)
-        heads = zip(chosen, table.heads_per_layer, strict=True)
-        rows = [[kinds[kind] for kind in row[:number]] for row, number in heads]
+        rows = []
+        for row, num_heads in zip(chosen, table.heads_per_layer, strict=True):
+            rows.append([kinds[kind] for kind in row[:num_heads]])
         layout = Layout.from_windows(rows, strategy=WINDOW_PER_HEAD, sinks=table.sinks)
         used = cost.layout_bytes(layout, table.layers)
         if used <= memory:
@@ -312,11 +325,12 @@ def window_per_head(
     index = np.broadcast_to(chosen, problem.values.shape[:-1])[..., None]
     losses = shares @ np.take_along_axis(problem.values, index, -1).sum((1, 2, 3))
     origin = coverage.provenance(table, layout, layout.num_global)
-    origin |= {"memory": memory, "context": cost.context, "cost": round(float(losses.max()), 6)}
-    return replace(
-        layout,
-        provenance={**origin, "constraints": constraints.named} if constraints.named else origin,
-    )
+    origin["memory"] = memory
+    origin["context"] = cost.context
+    origin["cost"] = round(float(losses.max()), 6)
+    if constraints.named:
+        origin["constraints"] = constraints.named
+    return replace(layout, provenance=origin)
 
 
 def predicted_loss(table: HeadScores, layout: Layout) -> float:
@@ -329,9 +343,10 @@ def predicted_loss(table: HeadScores, layout: Layout) -> float:
         return float("nan")
     falling = replace(costs, values=costs.falling)
     head_windows = layout.head_windows
+    # Interpolate the costs at each window once
+    windows = {window for row in head_windows for window in row if window is not None}
     by_window = {
-        window: np.tensordot(table.domain_shares, falling.at(window), 1)
-        for window in {window for row in head_windows for window in row if window is not None}
+        window: np.tensordot(table.domain_shares, falling.at(window), 1) for window in windows
     }
     total = 0.0
     for layer in table.layers:
@@ -362,10 +377,8 @@ def rival_layouts(
     except errors.UserError:  # the memory leaves no global head beside any single window
         return layouts
     for row in _apart(single):
-        name = f"{ONE_WINDOW}{row.window}"
-        layouts[name] = _recorded(
-            table, replace(one_window_layout(table, row), strategy=name), memory, cost
-        )
+        layout = replace(one_window_layout(table, row), strategy=f"{ONE_WINDOW}{row.window}")
+        layouts[layout.strategy] = _recorded(table, layout, memory, cost)
     whole = [_whole_layers(table, row, cost, memory) for row in single]
     fitting = [layout for layout in whole if layout is not None]
     if fitting:
@@ -373,7 +386,8 @@ def rival_layouts(
         layouts[best.strategy] = _recorded(table, best, memory, cost)
     if HEAD_GATES in table.metadata:
         gates = _head_gates(table)
-        for row in typical_windows(single, cost, memory, table.num_heads)[:_MOST_BY_GATES]:
+        typical = typical_windows(single, cost, memory, table.num_heads)
+        for row in typical[:_MOST_BY_GATES]:
             layout = replace(_one_window_by(gates, table, row), strategy=f"{BY_GATES}{row.window}")
             layouts[layout.strategy] = _recorded(table, layout, memory, cost)
     return _distinct(layouts)
@@ -382,16 +396,16 @@ def rival_layouts(
 def _apart(single: Sequence[TriedWindow]) -> list[TriedWindow]:
     """Return the first window, and the first that is wider or narrower than it by a factor of two, if there is one."""
     first = single[0]
-    others = (
-        row for row in single if max(row.window / first.window, first.window / row.window) >= _APART
-    )
-    return [first, *islice(others, 1)]
+    for row in single:
+        if max(row.window / first.window, first.window / row.window) >= _APART:
+            return [first, row]
+    return [first]
 
 
 def _head_gates(table: HeadScores) -> arrays.Float:
     """Return the head gates [L, Hkv] in a table's record; ``UserError`` if they are of other heads."""
     rows = table.metadata[HEAD_GATES]
-    if tuple(map(len, rows)) != table.heads_per_layer:
+    if tuple(len(row) for row in rows) != table.heads_per_layer:
         raise errors.UserError(
             f"'{table.name}' has {HEAD_GATES} of other heads than its scores: probe again"
         )
@@ -410,11 +424,9 @@ def _whole_layers(
     table: HeadScores, row: TriedWindow, cost: CacheCost, memory: int
 ) -> Layout | None:
     """Return whole global layers at a fixed period, the last one global, within a memory; None if none fits."""
+    is_candidate = np.isin(np.arange(table.num_layers), table.layers)
     for num_global in range(row.num_global, 0, -1):
-        mask = (
-            INTERLEAVED_LAST.choose(table, num_global)
-            & np.isin(np.arange(table.num_layers), table.layers)[:, None]
-        )
+        mask = INTERLEAVED_LAST.choose(table, num_global) & is_candidate[:, None]
         layout = Layout.from_mask(
             mask,
             window=row.window,
@@ -430,11 +442,9 @@ def _whole_layers(
 def _recorded(table: HeadScores, layout: Layout, memory: int, cost: CacheCost) -> Layout:
     """Return a layout whose provenance names its probe, the memory that it was made for, and its predicted loss."""
     origin = coverage.provenance(table, layout, layout.num_global)
-    origin |= {
-        "memory": memory,
-        "context": cost.context,
-        "cost": round(predicted_loss(table, layout), 6),
-    }
+    origin["memory"] = memory
+    origin["context"] = cost.context
+    origin["cost"] = round(predicted_loss(table, layout), 6)
     return replace(layout, provenance=origin)
 
 
@@ -470,15 +480,17 @@ def _problem(table: HeadScores, cost: CacheCost, constraints: Constraints) -> Wi
         raise errors.UserError("uniform counts global heads: leave it out for a window per head")
     constraints.check(table.grid)
     # Restrict the windows
-    limits = [constraints.max_windows or MOST_WINDOWS]
+    max_windows = constraints.max_windows or MOST_WINDOWS
     if isinstance(cost, EngineCost):
-        limits.append(cost.serving.engine.max_windows)
-    costs = costs.only(constraints.windows) if constraints.windows else costs
+        max_windows = min(max_windows, cost.serving.engine.max_windows)
+    if constraints.windows:
+        costs = costs.only(constraints.windows)
     sizes = [replace(cost, window=window).local_head for window in costs.windows]
+    sizes.append(cost.global_head)
     return WindowProblem(
         costs,
-        np.array([*sizes, cost.global_head], dtype=np.float64),
-        constraints.named,
-        tuple(sorted({*range(table.num_layers)} - {*table.layers})),
-        min(limits),
+        sizes=np.array(sizes, dtype=np.float64),
+        constraints=constraints.named,
+        native_layers=tuple(sorted({*range(table.num_layers)} - {*table.layers})),
+        max_windows=max_windows,
     )
