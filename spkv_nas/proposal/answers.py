@@ -214,9 +214,10 @@ def _with_measured(rows: pd.DataFrame, tried: Sequence[TriedLayout]) -> pd.DataF
             for name in rows["strategy"]
         ]
         rows[column] = np.round(values, 4)
-    order = {name: index for index, name in enumerate(by_name)}
-    position = rows["strategy"].map(lambda name: order.get(name, len(order)))
-    return rows.loc[position.sort_values(kind="stable").index].reset_index(drop=True)
+    # Layouts that were not compared keep their order, after those that were
+    places = {name: place for place, name in enumerate(by_name)}
+    place = rows["strategy"].map(lambda name: places.get(name, len(places)))
+    return rows.loc[place.sort_values(kind="stable").index].reset_index(drop=True)
 
 
 def coverage_table(
@@ -234,12 +235,16 @@ def coverage_table(
     """
     # Measure each layout, noting an earlier one with the same heads
     rows = []
-    first_names = dict[str, str]()
+    first_names: dict[str, str] = {}
     for name, layout in layouts.items():
-        same_heads = first_names.setdefault(layout.content, name)
-        low = high = math.nan
+        low = math.nan
+        high = math.nan
         if resampled is not None and not layout.windows:
             low, high = resampled.coverage(layout.global_mask)
+        first_name = first_names.setdefault(layout.content, name)
+        note = f"the same heads as {first_name}"
+        if first_name == name:
+            note = _note(layout, heads, constraints or Constraints())
         rows.append(
             {
                 "strategy": name,
@@ -249,9 +254,7 @@ def coverage_table(
                 "worst_domain": round(min(domain_coverage(table, layout).values()), 4),
                 "coverage_low": round(low, 4),
                 "coverage_high": round(high, 4),
-                "note": _note(layout, heads, constraints or Constraints())
-                if same_heads == name
-                else f"the same heads as {same_heads}",
+                "note": note,
             }
         )
     # Sort by coverage, layouts above the budget last; several windows are of equal memory with other numbers of heads
@@ -263,13 +266,11 @@ def coverage_table(
 
 def uneven_budgets(rows: pd.DataFrame, heads: int) -> str | None:
     """Warn of layouts in a ``coverage_table`` without exactly ``heads`` global heads: coverages do not compare."""
-    if (
-        "change" in rows
-    ):  # layouts of equal memory, which were compared on text, have unequal numbers of global heads
+    # Layouts of equal memory, which were compared on text, have unequal numbers of global heads
+    if "change" in rows:
         rows = rows[rows["change"].isna()]
-    num_global = rows.set_index("strategy")["num_global"].drop(
-        windows.WINDOW_PER_HEAD, errors="ignore"
-    )
+    num_global = rows.set_index("strategy")["num_global"]
+    num_global = num_global.drop(windows.WINDOW_PER_HEAD, errors="ignore")
     deviating = num_global[num_global != heads]
     if deviating.empty:
         return None
@@ -282,12 +283,12 @@ def uneven_budgets(rows: pd.DataFrame, heads: int) -> str | None:
 
 def random_spread(rows: pd.DataFrame) -> RandomSpread | None:
     """Return mean and deviation of the random layouts in a ``coverage_table``; None if there are none."""
-    values = rows.loc[
-        [strategies.strategy_of(name) is strategies.RANDOM for name in rows["strategy"]], "coverage"
-    ]
+    is_random = [strategies.strategy_of(name) is strategies.RANDOM for name in rows["strategy"]]
+    values = rows.loc[is_random, "coverage"]
     if values.empty:
         return None
-    return RandomSpread(float(values.mean()), float(values.std(ddof=1)) if len(values) > 1 else 0.0)
+    deviation = float(values.std(ddof=1)) if len(values) > 1 else 0.0
+    return RandomSpread(float(values.mean()), deviation)
 
 
 def write_proposal(folder: Path, answer: Answer, reporter: Reporter = SILENT) -> None:
@@ -305,16 +306,7 @@ def write_proposal(folder: Path, answer: Answer, reporter: Reporter = SILENT) ->
     names = [f"{check_name(name, 'the layout')}.yaml" for name in layouts]
     budget = answer.layouts[strategies.DENSEST.name].num_global
     with locks.locked(folder, "writes layouts", reporter.announce):
-        # List the files that may be replaced or removed
-        draws = [
-            f"{strategy.name}-*.yaml" for strategy in strategies.STRATEGIES if strategy.is_random
-        ]
-        random = [file.name for pattern in draws for file in folder.glob(pattern)]
-        kinds = CONSTRAINED, ROBUST, windows.WINDOW_PER_HEAD, defaults.RECOMMENDED, RECOMMENDED
-        optional = [f"{name}.yaml" for name in kinds]
-        of_windows = windows.ONE_WINDOW, windows.WHOLE_LAYERS, windows.BY_GATES
-        compared = [file.name for kind in of_windows for file in folder.glob(f"{kind}*.yaml")]
-        stale = [*random, *optional, *compared, _HEADS]
+        stale = _optional_files(folder)
         files = {*names, *stale, _COVERAGE, _CURVE}
         # Keep or report an earlier proposal
         if not earlier.keep_other_budget(folder, files, budget, reporter):
@@ -329,30 +321,50 @@ def write_proposal(folder: Path, answer: Answer, reporter: Reporter = SILENT) ->
                 tables.write_csv(new / _HEADS, answer.certainty.heads(answer.table))
 
 
+def _optional_files(folder: Path) -> list[str]:
+    """Return the names of files in a folder of layouts that a new proposal removes unless it writes them."""
+    kinds = (CONSTRAINED, ROBUST, windows.WINDOW_PER_HEAD, defaults.RECOMMENDED, RECOMMENDED)
+    names = [f"{kind}.yaml" for kind in kinds]
+    patterns = [
+        f"{strategy.name}-*.yaml" for strategy in strategies.STRATEGIES if strategy.is_random
+    ]
+    of_windows = (windows.ONE_WINDOW, windows.WHOLE_LAYERS, windows.BY_GATES)
+    patterns += [f"{kind}*.yaml" for kind in of_windows]
+    for pattern in patterns:
+        names += [file.name for file in folder.glob(pattern)]
+    return [*names, _HEADS]
+
+
 def _note(layout: Layout, heads: int, constraints: Constraints) -> str:
     """Explain why a layout misses the budget or a constraint, or is not proven optimal; empty if none applies."""
     if layout.windows:
         return layout.reach
-    # Explain a layout that was chosen without the constraints
     if "constraints" not in layout.provenance:
-        notes = [f"violates {option}" for option in constraints.broken_by(layout)]
-        strategy = strategies.strategy_of(layout.strategy)
-        if layout.num_global != heads and strategy is not None and strategy.whole_layers:
-            notes.append(
-                f"{heads} global heads are not a whole number of layers; the nearest is {layout.num_global} "
-                f"({len(layout.global_layers)} of {layout.num_layers} layers)"
-            )
-        elif layout.num_global != heads:
-            notes.append(
-                f"{layout.strategy} makes {layout.num_global} heads global instead of {heads}"
-            )
-        return "; ".join(notes)
+        return _note_of_strategy(layout, heads, constraints)
     # Explain a solution of the integer program
     notes = []
     if layout.num_global != heads:
         notes.append(f"the constraints allow only {layout.num_global} of {heads} global heads")
-    if (gap := layout.provenance.get("gap")) is not None:
-        notes.append(f"not proven optimal, but within {100 * float(str(gap)):.2g} % of the optimum")
+    gap = layout.provenance.get("gap")
+    if gap is not None:
+        percent = f"{100 * float(str(gap)):.2g} %"
+        notes.append(f"not proven optimal, but within {percent} of the optimum")
+    return "; ".join(notes)
+
+
+def _note_of_strategy(layout: Layout, heads: int, constraints: Constraints) -> str:
+    """Explain why a layout that was chosen without the constraints breaks one or misses the budget."""
+    notes = [f"violates {option}" for option in constraints.broken_by(layout)]
+    if layout.num_global == heads:
+        return "; ".join(notes)
+    strategy = strategies.strategy_of(layout.strategy)
+    if strategy is not None and strategy.whole_layers:
+        notes.append(
+            f"{heads} global heads are not a whole number of layers; the nearest is {layout.num_global} "
+            f"({len(layout.global_layers)} of {layout.num_layers} layers)"
+        )
+    else:
+        notes.append(f"{layout.strategy} makes {layout.num_global} heads global instead of {heads}")
     return "; ".join(notes)
 
 
@@ -426,27 +438,28 @@ def budget_curve(
             layout = requirements.solve(table, Limit(budget), window)
         else:
             layout = densest_layout(table, budget, window=window)
-        low, high = (
-            (np.nan, np.nan) if resampled is None else resampled.coverage(layout.global_mask)
-        )
-        rows.append(
-            {
-                "budget": budget,
-                "num_global": layout.num_global,
-                "coverage": coverage(table, layout),
-                "worst_domain": min(domain_coverage(table, layout).values()),
-                "coverage_low": low,
-                "coverage_high": high,
-                "random": layout.num_global / table.num_heads,
-                "kv_bytes": np.nan
-                if cost is None
-                else cost.total(layout.num_global, table.num_heads),
-            }
-        )
+        low = np.nan
+        high = np.nan
+        if resampled is not None:
+            low, high = resampled.coverage(layout.global_mask)
+        kv_bytes: float = np.nan
+        if cost is not None:
+            kv_bytes = cost.total(layout.num_global, table.num_heads)
+        row = {
+            "budget": budget,
+            "num_global": layout.num_global,
+            "coverage": coverage(table, layout),
+            "worst_domain": min(domain_coverage(table, layout).values()),
+            "coverage_low": low,
+            "coverage_high": high,
+            "random": layout.num_global / table.num_heads,
+            "kv_bytes": kv_bytes,
+        }
         if requirements.serving is not None:
-            rows[-1]["max_heads_same_memory"] = requirements.max_heads_same_memory(
+            row["max_heads_same_memory"] = requirements.max_heads_same_memory(
                 table, layout.num_global, window
             )
+        rows.append(row)
         name = f"{layout.strategy}-{budget}"
         layouts[name] = replace(layout, strategy=name)
         if progress is not None:
@@ -466,16 +479,12 @@ def find_knee(
     """
     if not requirements.is_solved:
         return Knee(knee(table), "beyond it each further head adds less than average")
-    best = rows.iloc[int((rows["coverage"] - rows["random"]).to_numpy().argmax())]
-    caveat = (
-        "; this is an end of the range, so the true knee may lie outside it"
-        if best.name in (0, len(rows) - 1)
-        else ""
-    )
-    return Knee(
-        int(best["budget"]),
-        f"at this budget coverage exceeds that of random heads by the most{caveat}",
-    )
+    excess = (rows["coverage"] - rows["random"]).to_numpy()
+    best = int(excess.argmax())
+    meaning = "at this budget coverage exceeds that of random heads by the most"
+    if best in (0, len(rows) - 1):
+        meaning += "; this is an end of the range, so the true knee may lie outside it"
+    return Knee(int(rows["budget"].iloc[best]), meaning)
 
 
 def coverage_by_budget(table: head_scores.HeadScores) -> pd.DataFrame | None:
@@ -488,9 +497,13 @@ def coverage_by_budget(table: head_scores.HeadScores) -> pd.DataFrame | None:
     curve = coverage_curve(table)
     total = table.density.sum()
     # Add the patterns of whole layers, at the budgets that they can have
-    for pattern in (strategy for strategy in strategies.STRATEGIES if strategy.whole_layers):
+    for pattern in strategies.STRATEGIES:
+        if not pattern.whole_layers:
+            continue
         curve[pattern.name] = np.nan
         for layers in range(1, table.num_layers + 1):
-            mask = pattern.choose(table, round(layers * table.num_heads / table.num_layers))
-            curve.loc[int(mask.sum()) - 1, pattern.name] = table.density[mask].sum() / total
+            heads = round(layers * table.num_heads / table.num_layers)
+            mask = pattern.choose(table, heads)
+            row = int(mask.sum()) - 1
+            curve.loc[row, pattern.name] = table.density[mask].sum() / total
     return curve

@@ -97,16 +97,17 @@ def parse_memories(text: str, full_bytes: float = math.inf) -> list[float]:
         )
     if not shares:
         return [float(percent) for percent in MEMORIES]
-    ends = [
-        round(100.0 * _share(part, full_bytes), 6) for part in shares.replace("..", ",").split(",")
-    ]
+    parts = shares.replace("..", ",").split(",")
+    ends = [round(100.0 * _share(part, full_bytes), 6) for part in parts]
     if ".." not in shares:
-        return sorted({*ends})
+        return sorted(set(ends))
     if len(ends) != 2 or ends[0] > ends[1]:
         raise UserError(
             f"budget '{text}': give a range from the smaller share to the larger one, such as 5%..50%"
         )
-    return sorted({*ends, *(float(percent) for percent in MEMORIES if ends[0] < percent < ends[1])})
+    low, high = ends
+    between = [float(percent) for percent in MEMORIES if low < percent < high]
+    return sorted({low, high, *between})
 
 
 def _share(text: str, full_bytes: float) -> float:
@@ -121,6 +122,5 @@ def _share(text: str, full_bytes: float) -> float:
             f"--memory {text[:40]} holds the whole KV cache of full attention, {format_bytes(int(full_bytes))}: "
             "no head needs to be local; give less, a longer --context or a larger --batch"
         )
-    return (
-        math.floor(1e4 * memory / full_bytes) / 1e4
-    )  # two digits of a percentage, which are no more than the bytes
+    # Two digits of a percentage, which are no more than the bytes
+    return math.floor(1e4 * memory / full_bytes) / 1e4

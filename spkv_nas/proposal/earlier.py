@@ -37,9 +37,8 @@ def keep_other_budget(
         return False
     # Copy its files to a folder of their own
     kept_folder = folder / f"{earlier_budget}-heads"
-    with replace.replacing(
-        kept_folder, stale=[file.name for file in kept_folder.glob("*") if file.is_file()]
-    ) as new:
+    stale = [file.name for file in kept_folder.glob("*") if file.is_file()]
+    with replace.replacing(kept_folder, stale=stale) as new:
         for name in files:
             if (folder / name).is_file():
                 shutil.copyfile(folder / name, new / name)
@@ -63,11 +62,11 @@ def keep_layouts(
         layout = _read(folder / name) if name.endswith(".yaml") else None
         if layout is None or _identity(layout) == _identity(layouts.get(Path(name).stem)):
             continue
-        copies.append(
-            folder / KEPT / kept_name(name, str(layout.provenance.get(DECIDED_BY, layout.hash)))
-        )
-        copies[-1].parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(folder / name, copies[-1])
+        decided_by = str(layout.provenance.get(DECIDED_BY, layout.hash))
+        copy = folder / KEPT / kept_name(name, decided_by)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(folder / name, copy)
+        copies.append(copy)
     if copies:
         kept = ", ".join(copy.stem for copy in copies)
         reporter.announce(f"kept earlier layouts of other inputs in {folder / KEPT}: {kept}")
@@ -112,9 +111,8 @@ def _read(file: Path) -> Layout | None:
     if not file.is_file():
         return None
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", UserWarning
-        )  # edited by hand: irrelevant, it is about to be replaced
+        # A layout that was edited by hand is about to be replaced
+        warnings.simplefilter("ignore", UserWarning)
         try:
             return Layout.read(file)
         except errors.UserError:

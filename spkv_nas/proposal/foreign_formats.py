@@ -50,12 +50,13 @@ PRULONG = "prulong"
 # Files in a DuoAttention folder
 TSV_NAME = "full_attention_heads.tsv"
 CONFIG_NAME = "config.json"
-_SHAPE_KEYS = ("num_hidden_layers", "num_key_value_heads")
+# Keys that are read from a ``config.json``, with the smallest value of each
 _SIZE_KEYS = {
     "sink_size": 0,
     "recent_size": 1,
     "local_window_size": 1,
-    **dict.fromkeys(_SHAPE_KEYS, 1),
+    "num_hidden_layers": 1,
+    "num_key_value_heads": 1,
 }
 _CREATED_BY = f"spkv-nas {version.__version__}"
 _OVERSHOOT = 0.01  # clip values this far outside [0, 1]: one training step at DuoAttention's default learning rate
@@ -85,9 +86,14 @@ class ForeignScores:
 
     def table(self, name: str) -> head_scores.HeadScores:
         """Return the scores as a head-score table for ``propose``; ``metadata`` records their origin and file."""
-        record = {"signal": self.origin, "source": self.source, "sinks": self.sink_size or 0}
         return head_scores.HeadScores.from_array(
-            self.values, name=name, kind=kinds.SHARE, window=self.window, **record
+            self.values,
+            name=name,
+            kind=kinds.SHARE,
+            window=self.window,
+            signal=self.origin,
+            source=self.source,
+            sinks=self.sink_size or 0,
         )
 
     def choose(
@@ -117,26 +123,27 @@ class ForeignScores:
             if value is not None and not 0.0 <= value <= 1.0:
                 raise errors.UserError(f"--{name} must lie in [0, 1]; found {value:g}")
         # Choose the heads
+        num_heads = sum(self.heads_per_layer)
         if budget is not None:
-            return densest(self.values, parse_budget(budget, sum(self.heads_per_layer)))
+            return densest(self.values, parse_budget(budget, num_heads))
         if sparsity is not None:
-            number = sum(self.heads_per_layer)
-            return densest(self.values, number - num_local(sparsity, number))
-        if threshold is None and not self.is_mask:
-            raise errors.UserError(
-                f"{self.source} holds scores between 0 and 1, so the global heads are not chosen yet\n"
-                "give --budget N, --sparsity S or --threshold T (DuoAttention and PruLong use a threshold of 0.5)"
-            )
-        return np.asarray(self.values >= (0.5 if threshold is None else threshold))
+            return densest(self.values, num_heads - num_local(sparsity, num_heads))
+        if threshold is None:
+            if not self.is_mask:
+                raise errors.UserError(
+                    f"{self.source} holds scores between 0 and 1, so the global heads are not chosen yet\n"
+                    "give --budget N, --sparsity S or --threshold T (DuoAttention and PruLong use a threshold of 0.5)"
+                )
+            threshold = 0.5
+        return np.asarray(self.values >= threshold)
 
 
 def num_local(sparsity: float, num_heads: int) -> int:
     """Return how many of ``num_heads`` distinct scores lie below their quantile at ``sparsity`` in [0, 1]."""
     if sparsity in (0.0, 1.0):
         return int(sparsity * num_heads)
-    return math.ceil(
-        sparsity * (num_heads - 1) - 1e-9
-    )  # a head exactly on the quantile stays global
+    # A head exactly on the quantile stays global
+    return math.ceil(sparsity * (num_heads - 1) - 1e-9)
 
 
 def read_scores(path: Path) -> ForeignScores:
@@ -149,7 +156,11 @@ def read_scores(path: Path) -> ForeignScores:
     if path.suffix == ".csv":
         table = head_scores.HeadScores.read(path)
         return ForeignScores(
-            table.values.clip(0.0), "density", str(path), table.window, table.sinks
+            table.values.clip(0.0),
+            origin="density",
+            source=str(path),
+            window=table.window,
+            sink_size=table.sinks,
         )
     # Read the values
     file = path / TSV_NAME if files.is_folder(path) else path
@@ -160,33 +171,32 @@ def read_scores(path: Path) -> ForeignScores:
     values = _read_values(file)
     config = _read_config(file.parent / CONFIG_NAME)
     # Compare their grid with the model's, if the config gives it
-    layers = config.get(_SHAPE_KEYS[0], len(values))
-    heads = config.get(_SHAPE_KEYS[1], len(values[0]))
-    what = f"the file of head scores {file}"
-    remedy = "the file needs one value per KV head, not per query head"
+    heads_per_layer = (len(values[0]),) * len(values)
+    num_layers = config.get("num_hidden_layers", len(values))
+    num_heads = config.get("num_key_value_heads", len(values[0]))
     grid.check_grid(
-        what,
-        (len(values[0]),) * len(values),
+        f"the file of head scores {file}",
+        heads_per_layer,
         f"{CONFIG_NAME} in the same folder",
-        (heads,) * layers,
-        remedy,
+        (num_heads,) * num_layers,
+        "the file needs one value per KV head, not per query head",
     )
     # Identify the project and its sizes
     is_duo_attention = "recent_size" in config or file.name.startswith("full_attention_heads")
-    window = config.get("recent_size", config.get("local_window_size"))
     return ForeignScores(
         values,
-        DUO_ATTENTION if is_duo_attention else PRULONG,
-        str(path),
-        window,
-        config.get("sink_size"),
+        origin=DUO_ATTENTION if is_duo_attention else PRULONG,
+        source=str(path),
+        window=config.get("recent_size", config.get("local_window_size")),
+        sink_size=config.get("sink_size"),
     )
 
 
 def read_score_table(path: Path) -> head_scores.HeadScores:
     """Read a ``.tsv`` as a table named after the file, or after the folder of a ``full_attention_heads`` file."""
-    named_by_folder = path.stem.startswith("full_attention_heads")
-    return read_scores(path).table(path.resolve().parent.name if named_by_folder else path.stem)
+    is_named_by_folder = path.stem.startswith("full_attention_heads")
+    name = path.resolve().parent.name if is_named_by_folder else path.stem
+    return read_scores(path).table(name)
 
 
 def _read_values(file: Path) -> arrays.Float:
@@ -194,27 +204,29 @@ def _read_values(file: Path) -> arrays.Float:
     where = f"head scores {file}"
     text = files.read_text(file, "head scores")
     # Split the lines into cells, leaving out comments
-    lines = [
-        (i, line.split("\t"))
-        for i, line in enumerate(text.split("\n"), 1)
-        if line.strip() and line[0] != "#"
-    ]
+    lines = []
+    for number, text_line in enumerate(text.split("\n"), 1):
+        if text_line.strip() and not text_line.startswith("#"):
+            lines.append((number, text_line.split("\t")))
     if not lines:
         raise errors.UserError(
             f"{where}: the file is empty; expected one line per layer with one value per KV head"
         )
     # Check that all lines have equally many values
-    for line, cells in lines:
-        if len(cells) != len(lines[0][1]):
+    _, first_cells = lines[0]
+    for number, cells in lines:
+        if len(cells) != len(first_cells):
             raise errors.UserError(
-                f"{where}, line {line}: expected {len(lines[0][1])} values, as in the first line; found {len(cells)}"
+                f"{where}, line {number}: expected {len(first_cells)} values, as in the first line; found {len(cells)}"
             )
-    return np.array(
-        [
-            [_number(cell, f"{where}, line {i}, column {j}") for j, cell in enumerate(cells, 1)]
-            for i, cells in lines
+    values = []
+    for number, cells in lines:
+        row = [
+            _number(cell, f"{where}, line {number}, column {column}")
+            for column, cell in enumerate(cells, 1)
         ]
-    )
+        values.append(row)
+    return np.array(values)
 
 
 def _number(cell: str, where: str) -> float:
@@ -315,38 +327,39 @@ def _with_sizes(
         assumptions.append(f"a window of {DEFAULT_WINDOW} (change it with --window W)")
     if sinks is None:
         assumptions.append("no sink tokens (change it with --sinks N)")
-    notes = (
-        [f"{scores.source} does not record all sizes: assumed {' and '.join(assumptions)}"]
-        if assumptions
-        else []
-    )
-    return replace(scores, window=window or DEFAULT_WINDOW, sink_size=sinks or 0), notes
+    scores = replace(scores, window=window or DEFAULT_WINDOW, sink_size=sinks or 0)
+    if not assumptions:
+        return scores, []
+    note = f"{scores.source} does not record all sizes: assumed {' and '.join(assumptions)}"
+    return scores, [note]
 
 
 def _chosen_layout(scores: ForeignScores, chosen: dict[str, Any]) -> tuple[Layout, list[str]]:
     """Return the layout of the chosen heads, with a note if the cut falls among equal scores."""
     assert scores.window is not None
     mask = scores.choose(**chosen)
-    provenance = {
-        "source": scores.source,
-        **chosen,
-        "budget": int(mask.sum()),
-        "created_by": _CREATED_BY,
-    }
-    sizes: dict[str, Any] = {
-        "sinks": scores.sink_size or 0,
-        "heads_per_layer": scores.heads_per_layer,
-    }
     layout = Layout.from_mask(
-        mask, window=scores.window, strategy=scores.origin, provenance=provenance, **sizes
+        mask,
+        window=scores.window,
+        strategy=scores.origin,
+        provenance={
+            "source": scores.source,
+            **chosen,
+            "budget": int(mask.sum()),
+            "created_by": _CREATED_BY,
+        },
+        sinks=scores.sink_size or 0,
+        heads_per_layer=scores.heads_per_layer,
     )
-    # Mention ties at the cut
-    others = scores.values[~mask & np.isfinite(scores.values)]
-    if not others.size or not mask.any() or scores.values[mask].min() > others.max():
+    if not mask.any():
         return layout, []
-    tied = scores.values == scores.values[mask].min()
+    # Mention ties at the cut
+    lowest = scores.values[mask].min()
+    tied = scores.values == lowest
+    if not (tied & ~mask).any():
+        return layout, []
     return layout, [
-        f"{tied.sum()} heads are tied at a score of {scores.values[mask].min():g}, and {(tied & mask).sum()} of them "
+        f"{tied.sum()} heads are tied at a score of {lowest:g}, and {(tied & mask).sum()} of them "
         "are global: those of the lowest layers, then of the lowest head numbers"
     ]
 
@@ -438,7 +451,8 @@ def _write_prulong(target: Path, layout: Layout) -> list[str]:
 
 def _lines(values: arrays.Float, number: str) -> str:
     """Format values [L, Hkv] as tab-separated lines, one per layer."""
-    return "".join("\t".join(number.format(value) for value in row) + "\n" for row in values)
+    lines = ["\t".join(number.format(value) for value in row) for row in values]
+    return "".join(f"{line}\n" for line in lines)
 
 
 def _is_layout(path: Path) -> bool:

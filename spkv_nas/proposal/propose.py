@@ -1,7 +1,6 @@
 """Propose a layout per strategy for a budget, and resolve tau; ``*_advice`` functions return a warning or None."""
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -58,18 +57,19 @@ def propose(
     requirements = Requirements(kv_bytes=None if memory is None else str(memory), context=context)
     table = requirements.at_best_window(table, window)
     if memory is None:
-        limit = Limit(
-            parse_budget(table.learned_budget if budget is None else budget, table.num_candidates)
-        )
+        if budget is None:
+            budget = table.learned_budget
+        limit = Limit(parse_budget(budget, table.num_candidates))
     else:
         limit = requirements.limit(table, budget, window)
     heads = limit.heads(table)
     # Choose heads by every strategy; the layouts of a random one take consecutive seeds
-    layouts = {
-        name: layout_by(strategy, table, heads, name=name, window=window, seed=seed + number)
-        for strategy in STRATEGIES
-        for number, name in enumerate(strategy.names(num_random))
-    }
+    layouts = {}
+    for strategy in STRATEGIES:
+        for number, name in enumerate(strategy.names(num_random)):
+            layouts[name] = layout_by(
+                strategy, table, heads, name=name, window=window, seed=seed + number
+            )
     return layouts | requirements.window_per_head(table, limit, window)
 
 
@@ -92,11 +92,8 @@ def layout_by(
     # Let the strategy choose among the heads that can be global
     candidates = _candidates(table)
     chosen = strategy.choose(candidates, heads, seed=seed)
-    if (
-        chosen.dtype != np.bool_
-        or chosen.shape != candidates.grid
-        or (chosen & ~candidates.is_head).any()
-    ):
+    is_mask = chosen.dtype == np.bool_ and chosen.shape == candidates.grid
+    if not is_mask or (chosen & ~candidates.is_head).any():
         raise UserError(
             f"the strategy '{strategy.name}' must return a bool mask of shape {list(candidates.grid)}; "
             f"it returned {chosen.dtype} of shape {list(chosen.shape)}"
@@ -106,12 +103,15 @@ def layout_by(
     mask[table.layers, : chosen.shape[1]] = chosen
     if window is None:
         window = table.window or DEFAULT_WINDOW
-    facts: dict[str, Any] = {"sinks": table.sinks, "heads_per_layer": table.heads_per_layer}
-    layout = Layout.from_mask(mask, window=window, strategy=name or strategy.name, **facts)
-    return replace(
-        layout,
-        provenance=coverage.provenance(table, layout, heads, seed if strategy.is_random else None),
+    layout = Layout.from_mask(
+        mask,
+        window=window,
+        strategy=name or strategy.name,
+        sinks=table.sinks,
+        heads_per_layer=table.heads_per_layer,
     )
+    drawn_with = seed if strategy.is_random else None
+    return replace(layout, provenance=coverage.provenance(table, layout, heads, drawn_with))
 
 
 def _candidates(table: HeadScores) -> HeadScores:
@@ -121,13 +121,19 @@ def _candidates(table: HeadScores) -> HeadScores:
     index = {layer: number for number, layer in enumerate(table.layers)}
     rows = table.rows[table.rows["layer"].isin(index)].copy()
     rows["layer"] = rows["layer"].map(index)
-    metadata = {
-        key: value
-        for key, value in table.metadata.items()
-        if key not in ("native_windows", "head_dims")
-    }
-    only_whole: Any = {"positions": None, "histogram": None, "documents": None, "gains": None}
-    return replace(table, rows=rows.reset_index(drop=True), metadata=metadata, **only_whole)
+    metadata = dict(table.metadata)
+    metadata.pop("native_windows", None)
+    metadata.pop("head_dims", None)
+    # What describes the whole model is left out
+    return replace(
+        table,
+        rows=rows.reset_index(drop=True),
+        metadata=metadata,
+        positions=None,
+        histogram=None,
+        documents=None,
+        gains=None,
+    )
 
 
 def densest_layout(
@@ -162,11 +168,9 @@ def resolve_tau(table: HeadScores, tau: str | None, budget: int | str | None) ->
     # Match the mean density to the budget
     if tau == MATCH_BUDGET:
         share = parse_budget(budget, table.num_candidates) / table.num_heads
-        return (
-            table
-            if table.histogram is None
-            else table.at_tau(rounded_tau(table.tau_for_density(share)))
-        )
+        if table.histogram is None:
+            return table
+        return table.at_tau(rounded_tau(table.tau_for_density(share)))
     try:
         number = float(tau)
     except ValueError as error:
@@ -181,11 +185,9 @@ def unmatched(table: HeadScores, budget: int | str | None) -> str | None:
     share = parse_budget(budget, table.num_candidates) / table.num_heads
     if abs(table.mean - share) <= _MATCH_TOLERANCE:
         return None
-    reason = (
-        "no threshold gives"
-        if table.histogram is not None
-        else "the only recorded threshold does not give"
-    )
+    reason = "no threshold gives"
+    if table.histogram is None:
+        reason = "the only recorded threshold does not give"
     return (
         f"'{table.name}': {reason} a mean density equal to the budget's share of heads, {share:.2f}; using tau "
         f"{table.tau:g}, where the mean density is {table.mean:.2f}"
@@ -215,17 +217,14 @@ def price_advice(table: HeadScores, budget: int | str | None) -> str | None:
     share = parse_budget(budget, table.num_candidates) / table.num_heads
     # Compare with the target density of the gates
     priced = table.metadata.get("target_density")
-    learned_for = table.metadata.get("budget")
-    if priced is not None and not 1 / _MAX_BUDGET_RATIO <= share / priced <= _MAX_BUDGET_RATIO:
+    if priced is not None and _is_far(share / priced):
         return (
             f"the gates were trained to keep {priced:.0%} of the keys, but the budget is {share:.0%} of the heads: "
             f"probe again with --budget {share:.0%}, or retrain with gates.target_density: {share:.2g} in the recipe"
         )
     # Compare with the budget that the scores were learned for
-    if (
-        learned_for is not None
-        and not 1 / _MAX_BUDGET_RATIO <= share * table.num_heads / learned_for <= _MAX_BUDGET_RATIO
-    ):
+    learned_for = table.metadata.get("budget")
+    if learned_for is not None and _is_far(share * table.num_heads / learned_for):
         return (
             f"'{table.name}' was learned for {learned_for} global heads, but the budget is {share:.0%} of "
             f"{table.num_heads}: probe again with --budget {share:.0%}"
@@ -233,19 +232,27 @@ def price_advice(table: HeadScores, budget: int | str | None) -> str | None:
     return None
 
 
+def _is_far(ratio: float) -> bool:
+    """Return whether the ratio of two budgets is too far from 1 for scores learned for one to rank heads for both."""
+    return not 1 / _MAX_BUDGET_RATIO <= ratio <= _MAX_BUDGET_RATIO
+
+
 def tie_advice(table: HeadScores, budget: int) -> str | None:
     """Warn that the budget cuts through equally scored heads, of which the first by layer are taken."""
     values = table.values[table.is_head]
     order = densest_first(values)
-    if not 0 < budget < values.size or values[order[budget - 1]] != values[order[budget]]:
+    if not 0 < budget < values.size:
+        return None
+    last_chosen, first_other = values[order[budget - 1 : budget + 1]]
+    if last_chosen != first_other:
         return None
     if np.ptp(values) == 0:
         return "all heads have the same score, so every choice of heads is equally good"
     # Count the tied heads, and those of them within the budget
-    equal = values == values[order[budget]]
-    num_chosen = int(equal[order[:budget]].sum())
+    is_tied = values == first_other
+    num_chosen = int(is_tied[order[:budget]].sum())
     return (
-        f"{int(equal.sum())} heads are tied at a score of {values[order[budget]]:.4g}, and the budget includes only "
+        f"{int(is_tied.sum())} heads are tied at a score of {first_other:.4g}, and the budget includes only "
         f"{num_chosen} of them: those of the lowest layers, an arbitrary choice"
     )
 

@@ -44,11 +44,9 @@ class Strategy(Entry, ABC):
 
     def names(self, num_random: int = NUM_RANDOM) -> list[str]:
         """Return the names of its layouts, of which a random strategy has ``num_random``."""
-        return (
-            [f"{self.name}-{number}" for number in range(num_random)]
-            if self.is_random
-            else [self.name]
-        )
+        if not self.is_random:
+            return [self.name]
+        return [f"{self.name}-{number}" for number in range(num_random)]
 
 
 def densest(density: NDArray[np.float64], budget: int) -> Mask:
@@ -81,9 +79,9 @@ class InterleavedFirst(Strategy):
         """Return the mask [L, Hkv] of the global heads, of the number of whole layers closest to the budget."""
         # The budget that is the same share of layers of Hkv heads each
         equal_budget = round(budget * scores.num_layers * scores.num_kv_heads / scores.num_heads)
-        return scores.is_head & interleaved(
-            *scores.grid, equal_budget, local_first=self.local_first
-        )
+        num_layers, num_kv_heads = scores.grid
+        mask = interleaved(num_layers, num_kv_heads, equal_budget, local_first=self.local_first)
+        return scores.is_head & mask
 
 
 @dataclass(frozen=True)
@@ -149,10 +147,12 @@ STRATEGIES: Registry[Strategy] = Registry(
 def strategy_of(layout: str) -> Strategy | None:
     """Return the strategy that makes a layout of this name; None if there is none."""
     stem, _, number = layout.rpartition("-")
-    draw = stem if number.isdecimal() else None  # strategy of a random layout
-    return next(
-        (entry for entry in STRATEGIES if entry.name == (draw if entry.is_random else layout)), None
-    )
+    name_of_draw = stem if number.isdecimal() else None
+    for strategy in STRATEGIES:
+        expected = name_of_draw if strategy.is_random else layout
+        if strategy.name == expected:
+            return strategy
+    return None
 
 
 def interleaved(num_layers: int, num_kv_heads: int, budget: int, *, local_first: bool) -> Mask:
@@ -164,24 +164,29 @@ def interleaved(num_layers: int, num_kv_heads: int, budget: int, *, local_first:
     """
     count = min(num_layers, max(1, round(budget / num_kv_heads)))
     last = num_layers - 1
-    # Spread the layers from the first to the last; B takes the layer before each of these but the first
-    spread = np.linspace(0, last, count).round().astype(int).tolist()
-    layers = (
-        {last}
-        if count == 1
-        else {*(layer - 1 for layer in spread[1:]), last}
-        if local_first
-        else {*spread}
-    )
-    # Prefer a fixed period
-    for period in range(1, num_layers) if count > 1 else ():
-        periodic = {*range(period - 1 if local_first else 0, num_layers, period), last}
-        if len(periodic) == count:
-            layers = periodic
-            break
+    layers = _at_period(num_layers, count, local_first=local_first)
+    if layers is None:
+        # Spread the layers from the first to the last; B takes the layer before each of these but the first
+        spread = np.linspace(0, last, count).round().astype(int).tolist()
+        if local_first:
+            spread = [layer - 1 for layer in spread[1:]]
+        layers = {*spread, last}
     mask = np.zeros((num_layers, num_kv_heads), dtype=np.bool_)
     mask[sorted(layers)] = True
     return mask
+
+
+def _at_period(num_layers: int, count: int, *, local_first: bool) -> set[int] | None:
+    """Return ``count`` layers at the smallest period that gives so many, as ``interleaved``; None if none does."""
+    last = num_layers - 1
+    if count == 1:
+        return {last}
+    for period in range(1, num_layers):
+        first = period - 1 if local_first else 0
+        layers = {*range(first, num_layers, period), last}
+        if len(layers) == count:
+            return layers
+    return None
 
 
 def random_heads(num_layers: int, num_kv_heads: int, budget: int, seed: int) -> Mask:
