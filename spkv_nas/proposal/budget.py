@@ -6,7 +6,8 @@ from fractions import Fraction
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.units import format_bytes
 
-MATCH_BUDGET = "match-budget"  # value of --tau: the threshold whose mean density equals the budget's share of heads
+# Value of --tau: the threshold whose mean density equals the budget's share of heads
+MATCH_BUDGET = "match-budget"
 DEFAULT_SHARE = Fraction(18, 63)  # share of global heads in the paper: 18 of 21 x 3
 MEMORY = "memory"  # begins budgets in shares of full attention's KV cache
 MEMORIES = (4, 5, 6, 8, 10, 12, 15, 18, 22, 27, 33, 40, 50, 60, 75)  # in percent: those of a range

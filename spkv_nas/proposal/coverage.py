@@ -27,7 +27,8 @@ from spkv_nas.proposal.strategies import densest, densest_first, heads_mask
 
 NUM_RESAMPLES = 1000
 NUM_SOLVED = 100  # resamples in which a constrained layout is solved for
-LEVEL = 0.95  # confidence level of intervals, and the probability from which a head's choice counts as certain
+# Confidence level of intervals, and the probability from which a head's choice counts as certain
+LEVEL = 0.95
 _TAILS = ((1 - LEVEL) / 2, (1 + LEVEL) / 2)
 
 

@@ -16,7 +16,8 @@ from spkv_nas.artifacts.result_tables import kept_name
 from spkv_nas.base import errors, locks, names, progress, replace, tables
 
 KEPT = "earlier"  # folder of kept layouts, in the folder of those that replaced them
-DECIDED_BY = "critical_budget"  # key of a layout's provenance: ``inputs`` of the result that chose it among budgets
+# Key of a layout's provenance: ``inputs`` of the result that chose it among budgets
+DECIDED_BY = "critical_budget"
 
 
 def keep_other_budget(

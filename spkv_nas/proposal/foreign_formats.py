@@ -59,7 +59,8 @@ _SIZE_KEYS = {
     "num_key_value_heads": 1,
 }
 _CREATED_BY = f"spkv-nas {version.__version__}"
-_OVERSHOOT = 0.01  # clip values this far outside [0, 1]: one training step at DuoAttention's default learning rate
+# Clip values this far outside [0, 1]: one training step at DuoAttention's default learning rate
+_OVERSHOOT = 0.01
 
 
 @dataclass(frozen=True, eq=False)

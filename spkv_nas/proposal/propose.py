@@ -15,8 +15,10 @@ from spkv_nas.proposal.strategies import DENSEST, NUM_RANDOM, STRATEGIES, Strate
 
 # Of "match-budget": absolute difference of mean density and the budget's share of heads
 _MATCH_TOLERANCE = 0.01
-_MAX_BUDGET_RATIO = 1.75  # warn if the budget differs by more than this factor from the one the table was learned for
-_MIN_TIE_RATIO = 1.5  # warn of ties if mean density is at least this multiple of the budget's share (reports/LOG.md)
+# Warn if the budget differs by more than this factor from the one the table was learned for
+_MAX_BUDGET_RATIO = 1.75
+# Warn of ties if mean density is at least this multiple of the budget's share (reports/LOG.md)
+_MIN_TIE_RATIO = 1.5
 
 
 def propose(

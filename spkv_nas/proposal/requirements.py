@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import DEFAULT_WINDOW, Layout
@@ -20,7 +21,8 @@ from spkv_nas.proposal.constraints import Constraints, best_layout, read_head_co
 _RESAMPLE_GAP = 1e-4  # relative MIP gap per bootstrap resample
 _ROUGH_GAP = 1e-3  # the same for many heads if the lowest coverage of a domain is maximised
 NO_CONTEXT = "--engine needs --context, the maximum number of tokens of a request"
-_SAME_SHARE = 1e-4  # difference of shares of full attention's cache that are one memory, because records round them
+# Difference of shares of full attention's cache that are one memory, because records round them
+_SAME_SHARE = 1e-4
 _LARGE = 200  # number of heads above which the rough gap is used
 
 
@@ -81,7 +83,19 @@ class Requirements:
             context = table.context
         if context is None:
             return None
-        # Read the cache from the engine, the requirements, or the probe's model
+        window = window or table.window or DEFAULT_WINDOW
+        cache_facts = self._cache_facts(table)
+        if self.serving is None:
+            return CacheCost(context, self.batch, window, sinks=table.sinks, **cache_facts)
+        return EngineCost(
+            context, self.batch, window, sinks=table.sinks, serving=self.serving, **cache_facts
+        )
+
+    def _cache_facts(self, table: HeadScores) -> dict[str, Any]:
+        """Return what the cache holds, from the engine, the requirements, or the probe's model.
+
+        Raises ``UserError``: a fact is not known.
+        """
         served_dtype = None if self.serving is None else self.serving.kv_dtype
         cache_facts = dict(table.cache_facts)
         if self.head_dim is not None:
@@ -94,12 +108,7 @@ class Requirements:
                     f"the probe '{table.name}' does not record the model's {fact}, which the memory depends on\n"
                     "probe the model with this version, or leave out --context"
                 )
-        window = window or table.window or DEFAULT_WINDOW
-        if self.serving is None:
-            return CacheCost(context, self.batch, window, sinks=table.sinks, **cache_facts)
-        return EngineCost(
-            context, self.batch, window, sinks=table.sinks, serving=self.serving, **cache_facts
-        )
+        return cache_facts
 
     def cost_of_layouts(self, table: HeadScores, window: int | None) -> CacheCost:
         """Return the cost model of layouts: at the context at which the probe measured losses if no other is given."""

@@ -52,7 +52,8 @@ class SeveralSolutions:
 class Solutions:
     """Layouts that differ from each other in at least ``request.apart`` KV heads, best first."""
 
-    request: SeveralSolutions  # number and distance of the layouts; there are fewer layouts where no further one exists
+    # number and distance of the layouts; there are fewer layouts where no further one exists
+    request: SeveralSolutions
     layouts: dict[str, Layout]  # by name, such as "densest-solution-1", which is the best layout
     # one row per layout with columns solution (from 1), strategy, num_global, objective (the coverage, or with
     # ``robust`` the lowest per-domain coverage), lost (objective of the best minus its own), lost_low and lost_high (95

@@ -38,10 +38,12 @@ WINDOW_PER_HEAD = "window-per-head"  # strategy name of the layouts
 ONE_WINDOW = "one-window-"  # before the window, in the names of layouts with one window
 # Before the window, in the names of layouts with whole global layers
 WHOLE_LAYERS = "whole-layers-"
-BY_GATES = "head-gates-"  # before the window, in the names of layouts with one window whose heads head gates chose
+# Before the window, in the names of layouts with one window whose heads head gates chose
+BY_GATES = "head-gates-"
 _LOCAL_PART = 0.6  # of the memory for a typical window; the best took 42 to 62 % (reports/LOG.md)
 _MOST_BY_GATES = 2  # windows of layouts whose heads head gates choose
-_SCALE = 1e6  # factor on the costs, whose sum of sizes is 1, because HiGHS stops at an absolute gap of 1e-6
+# Factor on the costs, whose sum of sizes is 1, because HiGHS stops at an absolute gap of 1e-6
+_SCALE = 1e6
 _MOST_TRIES = 12  # solutions for a limit that is lowered to what fits
 _LOWERED = 0.99  # further factor by which it is lowered
 _SLACK = 1e-6  # tolerance of a row, of which the largest coefficient is 1

@@ -124,21 +124,25 @@ def _loss_memory_marks(
         marks.append(Line((memory, memory), (low, high), tone=tone, width=3.0, opacity=0.4))
     if not math.isnan(first.loss):
         marks.append(Points((_memory(chosen),), (first.loss,), tone="ink", size=10.0, hollow=True))
-    for answer, (shape, tone) in _STYLES.items():
+    for answer in _STYLES:
         group = [(result, measured) for result, measured in points if measured.answer == answer]
         if group:
-            marks.append(
-                Points(
-                    tuple(_memory(result) for result, _ in group),
-                    tuple(measured.loss for _, measured in group),
-                    tips=tuple(_tip(result, measured) for result, measured in group),
-                    names=tuple(short(result.name, 24) for result, _ in group),
-                    label=answer,
-                    shape=shape,
-                    tone=tone,
-                )
-            )
+            marks.append(_points(group, answer))
     return marks
+
+
+def _points(group: Sequence[tuple[Result, Measurement]], answer: Answer) -> Points:
+    """Return losses by memory of layouts with one answer, with their names."""
+    shape, tone = _STYLES[answer]
+    return Points(
+        tuple(_memory(result) for result, _ in group),
+        tuple(measured.loss for _, measured in group),
+        tips=tuple(_tip(result, measured) for result, measured in group),
+        names=tuple(short(result.name, 24) for result, _ in group),
+        label=answer,
+        shape=shape,
+        tone=tone,
+    )
 
 
 def _tip(result: Result, measured: Measurement) -> str:

@@ -70,7 +70,8 @@ class Points:
 
     x: Numbers  # horizontal coordinates
     y: Numbers  # vertical coordinates
-    error: Numbers = ()  # half the length of each vertical error bar; NaN for none; empty if no point has one
+    # half the length of each vertical error bar; NaN for none; empty if no point has one
+    error: Numbers = ()
     tips: tuple[str, ...] = ()  # tooltip of each point; empty if there are none
     # text beside each point where there is room, "" for none; empty if no point has one
     names: tuple[str, ...] = ()
@@ -110,7 +111,8 @@ class Heatmap:
     """Cells in the cividis colours, row 0 at the top; a cell's centre is at (column, row) of the axes."""
 
     values: tuple[Numbers, ...]  # values by row; NaN is an empty cell
-    words: str = ""  # tooltip of a cell on the page, in which ``%`` stands for its value in percent; "" for none
+    # tooltip of a cell on the page, in which ``%`` stands for its value in percent; "" for none
+    words: str = ""
     # (row, column) of the cells that are marked with an outline and a dot
     chosen: tuple[tuple[int, int], ...] = ()
     written: bool = True  # draw large cells with their values in them
@@ -118,7 +120,8 @@ class Heatmap:
     letters: tuple[str, ...] = ()
     scale: Scale = PERCENT  # colour scale, which also formats the values
     legend: str = ""  # title of the colour bar in pictures; "" for none
-    same_as: str = ""  # name of a chart on the page with the same values, whose cells are reused; "" for its own
+    # name of a chart on the page with the same values, whose cells are reused; "" for its own
+    same_as: str = ""
 
 
 Mark = Line | Band | Points | Bars | Rule | Heatmap

@@ -244,18 +244,7 @@ def _score_evidence(inputs: ReportInputs) -> Iterator[Evidence]:
 def _verdict_evidence(inputs: ReportInputs) -> Iterator[Evidence]:
     """Yield what each verdict says of layouts that were not retrained; NLL is unknown where it was no criterion."""
     for file in inputs.verdicts:
-        results = []
-        for name, recorded in file.record.get("layouts", {}).items():
-            layout = file.layout(name, recorded["heads"])
-            measured = tuple(row for row in file.measured if row.candidate == name)
-            # Skip candidates that were retrained, or that the page cannot show
-            is_shown = layout is not None and _is_here(inputs, layout)
-            if layout is None or not is_shown or not measured or recorded.get("trained"):
-                continue
-            # Every sentence on it is made from these measurements, which have their own numbers of samples
-            delta = next((row.loss for row in measured if row.criterion == "nll"), math.nan)
-            answer = file.record.get("answers", {}).get(name, "open")
-            results.append(layout_result(inputs, layout, delta, measured=measured, answer=answer))
+        results = _verdict_results(inputs, file)
         if results:
             yield Evidence(
                 f"{_UNTRAINED}, by a verdict",
@@ -266,6 +255,24 @@ def _verdict_evidence(inputs: ReportInputs) -> Iterator[Evidence]:
                 origin=file.name,
                 is_earlier=file.is_earlier,
             )
+
+
+def _verdict_results(inputs: ReportInputs, file: ResultFile) -> list[Result]:
+    """Return the candidates of a verdict that were not retrained, and that the page can show."""
+    results = []
+    for name, recorded in file.record.get("layouts", {}).items():
+        layout = file.layout(name, recorded["heads"])
+        measured = tuple(row for row in file.measured if row.candidate == name)
+        if layout is None or not measured or recorded.get("trained"):
+            continue
+        if not _is_here(inputs, layout):
+            continue
+        # Every sentence on it is made from these measurements, which have their own numbers of samples
+        losses = [row.loss for row in measured if row.criterion == "nll"]
+        delta = losses[0] if losses else math.nan
+        answer = file.record.get("answers", {}).get(name, "open")
+        results.append(layout_result(inputs, layout, delta, measured=measured, answer=answer))
+    return results
 
 
 def _is_here(inputs: ReportInputs, layout: Layout) -> bool:

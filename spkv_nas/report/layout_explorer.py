@@ -10,7 +10,7 @@ import shlex
 from base64 import b64encode
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from gzip import compress
 from typing import Any
 
@@ -41,51 +41,91 @@ def explorer_data(inputs: ReportInputs, verdict: Verdict) -> dict[str, Any] | No
     signals = [signal for table in inputs.probes if (signal := _signal(table, inputs)) is not None]
     if not signals:
         return None
-    # Collect layouts: proposed, then measured
+    # Number the distinct layouts: proposed, then measured
     evidence = _evidence_of_masks(inputs)
-    proposed = [
-        Result(name, 0.0, mask=layout.global_mask)
-        for name, layout in inputs.layouts.items()
-        if not layout.windows
-    ]
-    measured = [result for mode in evidence for result in mode.results]
-    retrained = [result for mode in evidence if mode.steps != 0 for result in mode.results]
-    # Number the distinct layouts; names that share one layout are aliases
-    names: dict[object, str] = {}
-    for result in (*proposed, *measured):
-        names.setdefault(result.key, result.name)
-    indices = {key: number for number, key in enumerate(names)}
-    aliases = {
-        (result.name, indices[result.key])
-        for result in (*proposed, *measured)
-        if result.name != names[result.key]
-    }
+    proposed = _proposed(inputs)
+    measured = _results(evidence)
+    distinct = _Distinct.of([*proposed, *measured])
+    indices = distinct.indices
+    retrained = _results(mode for mode in evidence if mode.steps != 0)
     files = _layout_files(inputs, indices, [*proposed, *retrained])
     start = -1 if verdict.layout is None else indices.get(verdict.layout.key, -1)
     # Data of the page's script
     table = inputs.table
     colours = [cividis(step / (SHADES - 1)) for step in range(SHADES)]
+    inks = [ink for _, ink in colours]
     return {
         "grid": table.grid,
         # Cells beyond the heads of their layer
         "absent": np.flatnonzero(~table.is_head).tolist(),
         "shades": [colour for colour, _ in colours],
         # Number of shades, from the first, with white text
-        "dark": sum(ink == "#fff" for _, ink in colours),
+        "dark": inks.count("#fff"),
         "budget": min(inputs.budget, table.num_candidates),
         # Layers that are local by design
         "fixed": sorted({*range(table.num_layers)} - {*table.layers}),
         "context": inputs.context,
         "start": start,
         "signals": signals,
-        "layouts": [[name, _bits(key)] for key, name in names.items() if isinstance(key, bytes)],
+        "layouts": distinct.layouts,
         "files": files,
-        "aliases": sorted([name, index] for name, index in aliases),
+        "aliases": distinct.aliases,
         # Number of layouts with a file
         "offered": len(files),
         "measured": [_measured(mode, indices) for mode in evidence if mode.results],
         "costs": _costs(inputs, indices),
     }
+
+
+@dataclass(frozen=True)
+class _Distinct:
+    """Distinct layouts in the order of their first results."""
+
+    names: dict[object, str]  # name of the first result of each, by its key
+    aliases: list[list[str | int]]  # further names, with the index of the layout, sorted
+
+    @classmethod
+    def of(cls, results: Sequence[Result]) -> "_Distinct":
+        """Tell apart the layouts of results; names that share one layout are aliases."""
+        names: dict[object, str] = {}
+        for result in results:
+            names.setdefault(result.key, result.name)
+        places = {key: place for place, key in enumerate(names)}
+        aliases = {
+            (result.name, places[result.key])
+            for result in results
+            if result.name != names[result.key]
+        }
+        return cls(names, [[name, place] for name, place in sorted(aliases)])
+
+    @property
+    def indices(self) -> dict[object, int]:
+        """Return the index of each layout, by its key."""
+        return {key: index for index, key in enumerate(self.names)}
+
+    @property
+    def layouts(self) -> list[list[str]]:
+        """Return the name and the global heads of each layout, one bit a head, in base64."""
+        rows = []
+        for key, name in self.names.items():
+            assert isinstance(key, bytes)  # all have a mask
+            bits = np.packbits(np.frombuffer(key, np.bool_)).tobytes()
+            rows.append([name, b64encode(bits).decode()])
+        return rows
+
+
+def _proposed(inputs: ReportInputs) -> list[Result]:
+    """Return the page's layouts of one window as results without a loss."""
+    return [
+        Result(name, 0.0, mask=layout.global_mask)
+        for name, layout in inputs.layouts.items()
+        if not layout.windows
+    ]
+
+
+def _results(evidence: Iterable[Evidence]) -> list[Result]:
+    """Return the results of all modes."""
+    return [result for mode in evidence for result in mode.results]
 
 
 def _evidence_of_masks(inputs: ReportInputs) -> list[Evidence]:
@@ -101,11 +141,6 @@ def _evidence_of_masks(inputs: ReportInputs) -> list[Evidence]:
         )
         for mode in all_evidence(inputs)
     ]
-
-
-def _bits(mask: bytes) -> str:
-    """Return the global heads of a layout, layer by layer, one bit each, in base64."""
-    return b64encode(np.packbits(np.frombuffer(mask, np.bool_)).tobytes()).decode()
 
 
 def _measured(mode: Evidence, indices: Mapping[object, int]) -> list[object]:

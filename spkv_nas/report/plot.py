@@ -7,7 +7,7 @@ gives the same bytes. Names are drawn literally (``$`` starts no formula).
 import io
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
@@ -451,18 +451,38 @@ def _draw_names(ax: axes.Axes, chart: Chart) -> None:
             _name_vertical_rule(ax, mark, chart.y.high, room)
         elif isinstance(mark, Rule) and mark.label:
             _name_level_rule(ax, mark, room)
-    points = [mark for mark in chart.marks if isinstance(mark, Points)]
-    # A hollow mark without a text is a ring around a point of another group, which is named first
-    rings: dict[tuple[float, float], float] = {}
-    for mark in points:
-        if mark.hollow and not mark.tips and not mark.names:
-            rings |= dict.fromkeys(zip(mark.x, mark.y, strict=True), mark.size)
+    # Name the points within rings first
+    rings = _rings(chart)
     for is_ringed in (True, False):
-        for mark in points:
-            for x, y, name in zip(mark.x, mark.y, mark.names, strict=False):
-                if name and ((x, y) in rings) == is_ringed:
-                    gap = rings[x, y] + 4 if is_ringed else _GAP
-                    _name_point(ax, mark, (x, y), name, room, gap, stacks=bool(rings))
+        for mark in chart.marks:
+            if isinstance(mark, Points):
+                _name_points(ax, mark, room, rings, ringed=is_ringed)
+
+
+def _rings(chart: Chart) -> dict[tuple[float, float], float]:
+    """Return the radius of each ring by its centre: hollow marks without a text, around a point of another group."""
+    rings = {}
+    for mark in chart.marks:
+        if isinstance(mark, Points) and mark.hollow and not mark.tips and not mark.names:
+            for centre in zip(mark.x, mark.y, strict=True):
+                rings[centre] = mark.size
+    return rings
+
+
+def _name_points(
+    ax: axes.Axes,
+    mark: Points,
+    room: _Room,
+    rings: Mapping[tuple[float, float], float],
+    *,
+    ringed: bool,
+) -> None:
+    """Write the names of the points within rings, or of the others."""
+    for x, y, name in zip(mark.x, mark.y, mark.names, strict=False):
+        radius = rings.get((x, y))
+        if name and (radius is not None) == ringed:
+            gap = _GAP if radius is None else radius + 4
+            _name_point(ax, mark, (x, y), name, room, gap, stacks=bool(rings))
 
 
 def _name_vertical_rule(ax: axes.Axes, rule: Rule, top: float, room: _Room) -> None:
@@ -634,7 +654,8 @@ def cividis(value: float) -> tuple[str, str]:
     share = min(1.0, max(0.0, float(value)))
     rgb = np.array(colormaps["cividis"](share)[:3])
     # Relative luminance of sRGB
-    linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
+    curved = ((rgb + 0.055) / 1.055) ** 2.4
+    linear = np.where(rgb <= 0.04045, rgb / 12.92, curved)
     luminance = float(linear @ [0.2126, 0.7152, 0.0722])
     ink = "#000" if luminance > 0.179 else "#fff"
     return colors.to_hex(rgb.tolist()), ink

@@ -1,7 +1,7 @@
 """Format the page's tables, the sentences above them, its glossary, and the tables that it offers for download."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
 import pandas as pd
@@ -94,12 +94,7 @@ def comparison_rows(inputs: ReportInputs, verdict: Verdict) -> Table | None:
     groups: list[list[chart.Row]] = [[] for _ in range(1 + max(_GROUPS.values()))]
     for row in comparison.sort_values("nll", kind="stable").to_dict("records"):
         name = row["strategy"]
-        cells = []
-        for column, reference in references.values():
-            if name == reference:
-                cells.append("reference")
-            else:
-                cells.append(change(row[f"{column}_percent"], row[f"{column}_standard_error"]))
+        cells = [_delta_cell(row, column, reference) for column, reference in references.values()]
         cells += [number(row[column], digits) for column, digits in _COMPARED.values()]
         if notes:
             cells.append(row["note"])
@@ -107,6 +102,13 @@ def comparison_rows(inputs: ReportInputs, verdict: Verdict) -> Table | None:
         groups[_GROUPS.get(name, 0)].append(chart.Row(_NAMES.get(name, name), tuple(cells), tag))
     header = ("Strategy", *references, *_COMPARED, *notes)
     return header, [tuple(group) for group in groups if group]
+
+
+def _delta_cell(row: Mapping[Hashable, Any], column: str, reference: str) -> str:
+    """Format the change of NLL of a row against a reference, which may be the row itself."""
+    if row["strategy"] == reference:
+        return "reference"
+    return change(row[f"{column}_percent"], row[f"{column}_standard_error"])
 
 
 def probe_pair_rows(rows: pd.DataFrame | None) -> Table | None:

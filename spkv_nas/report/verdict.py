@@ -97,11 +97,15 @@ def conclude(inputs: ReportInputs) -> Verdict:
         return _answer(inputs, best, source, (*warnings, *_of_others(best, everything)))
     if not inputs.layouts:
         return _of_scores(inputs.table, warnings)
-    # Conclude from layouts that were only proposed: the highest coverage, at the most frequent budget
+    name = _most_covered(inputs)
+    return _about(inputs, layout_result(inputs, inputs.layouts[name], math.nan), None, warnings)
+
+
+def _most_covered(inputs: ReportInputs) -> str:
+    """Return the name of the layout of highest coverage at the most frequent budget."""
     budgets = pd.Series({name: layout.num_global for name, layout in inputs.layouts.items()})
     names = [str(name) for name in budgets[budgets == budgets.mode().max()].index]
-    name = max(names, key=lambda name: np.nan_to_num(inputs.covered[name]))
-    return _about(inputs, layout_result(inputs, inputs.layouts[name], math.nan), None, warnings)
+    return max(names, key=lambda name: np.nan_to_num(inputs.covered[name]))
 
 
 def _too_few_documents(everything: Sequence[Evidence]) -> tuple[str, ...]:
@@ -122,13 +126,11 @@ def _deciding(everything: Sequence[Evidence], *, is_trained: bool) -> Evidence |
 
     Verdicts, and several layouts on too few documents, do not count.
     """
-    modes = [
-        mode
-        for mode in everything
-        if (mode.is_rankable or len(mode.results) == 1)
-        and (mode.steps != 0) == is_trained
-        and mode.source != VERDICT
-    ]
+    modes = []
+    for mode in everything:
+        is_small = not mode.is_rankable and len(mode.results) != 1
+        if mode.source != VERDICT and not is_small and (mode.steps != 0) == is_trained:
+            modes.append(mode)
     several = [mode for mode in modes if len(mode.of_one_budget) > 1]
     return next(iter((*several, *modes)), None)
 
