@@ -5,9 +5,10 @@ starts read only the blocks.
 """
 
 from bisect import insort
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,6 +35,7 @@ from spkv_nas.data.tokenizer import (
     Boundaries,
     SeparateDocuments,
     Tokenizer,
+    cut,
     piece_size,
     pieces,
     train_bpe,
@@ -53,6 +55,9 @@ _REACH, _MIN_REACH = (
 # Version of the choice of held-out tokens, so that results of another choice are not reused
 RULE = 2
 _MAX_PER_TOKEN = 8  # upper bound of characters per token; few tokenizers reach 6
+# Characters of a beginning per token of its first stretch: twice as many as a tokenizer needs, so that the cut is far
+# behind the tokens that are taken
+_BEGINNING = 2 * _MAX_PER_TOKEN
 _MIN_DOCUMENTS = 2  # minimum number of held-out documents, as a single one gives no standard error
 
 
@@ -88,6 +93,11 @@ class SpreadSample:
         self._from_beginning = from_beginning
         self._total = 0
         self._kept: list[_Stretch] = []  # ascending by round and document
+
+    @property
+    def has_first_stretches_alone(self) -> bool:
+        """Return True if the sample is complete, and nothing but the first stretch of any document matters to it."""
+        return self._total >= self._max_tokens and self._kept[-1].round == 0
 
     def wants(self, document: Document) -> bool:
         """Return True if a stretch of the document would be kept, given the documents so far."""
@@ -305,10 +315,19 @@ def load_text(
         return (folder / _SAMPLE).is_file() and (folder / _NOTES).is_file()
 
     def write() -> Path:
-        with _reading(sources, base, block_size, reporter) as reading:
-            if max_tokens is None:
+        if max_tokens is None:
+            with _reading(sources, base, block_size, reporter) as reading:
                 return _write_text(*reading, block_cache)
-            return _write_sample(*reading, block_cache, max_tokens)
+        # Most texts have so many documents that the beginnings of some are enough
+        folder = None
+        if isinstance(block_cache.boundaries, SeparateDocuments):
+            with _reading(sources, base, block_size, reporter) as reading:
+                folder = _write_sample(*reading, block_cache, max_tokens, beginnings=True)
+        if folder is None:
+            with _reading(sources, base, block_size, reporter) as reading:
+                folder = _write_sample(*reading, block_cache, max_tokens, beginnings=False)
+        assert folder is not None
+        return folder
 
     folder = block_cache.find_or_write(has_text, write, reporter)
     if max_tokens is None:
@@ -336,17 +355,65 @@ def _write_sample(
     left_out: LeftOut,
     cache: BlockCache,
     max_tokens: int,
-) -> Path:
-    """Write a sample of a text, spread over the documents at its beginning, and return its folder."""
+    *,
+    beginnings: bool,
+) -> Path | None:
+    """Write a sample of a text, spread over the documents at its beginning, and return its folder.
+
+    With ``beginnings``, long documents are cut before they are tokenised. It returns None, and writes nothing, if the
+    sample needs more of them.
+    """
     sample = _empty_sample(max_tokens, cache.block_size, cache)
     reached = _first(texts, max(_MIN_REACH, _REACH * max_tokens))
     candidates = (document for document in reached if sample.wants(document))
-    for document, ids in tokenised(candidates, cache.tokenizer, cache.boundaries):
-        sample.add(document, ids)
+    if beginnings:
+        reader = _Beginnings(cache)
+        for document, ids in reader.tokenised(candidates):
+            sample.add(document, ids)
+        if reader.has_cut and not sample.has_first_stretches_alone:
+            return None
+    else:
+        for document, ids in tokenised(candidates, cache.tokenizer, cache.boundaries):
+            sample.add(document, ids)
     folder = cache.folder(content)
     sample.blocks(cache.block_size, "text", cache.boundaries).save(folder / _SAMPLE)
     files.write_json(folder / _NOTES, {"notes": left_out.notes()})
     return folder
+
+
+@dataclass
+class _Beginnings:
+    """Tokenise no more of long documents than a sample takes of each before a second stretch of any."""
+
+    cache: BlockCache
+    has_cut: bool = False  # whether any document was cut
+
+    def tokenised(self, documents: Iterable[Document]) -> Iterator[tuple[Document, arrays.Tokens]]:
+        """Yield each document with the tokens of its first stretch, or with all if it is not much longer."""
+        cache = self.cache
+        waiting: deque[Document] = deque()
+
+        def cut_documents() -> Iterator[Document]:
+            for document in documents:
+                waiting.append(document)
+                yield self._beginning(document)
+
+        for beginning, ids in tokenised(cut_documents(), cache.tokenizer, cache.boundaries):
+            document = waiting.popleft()
+            if beginning is document:
+                yield document, ids
+            elif len(ids) >= 2 * cache.block_size:
+                self.has_cut = True
+                yield document, ids[: cache.block_size - len(cache.boundaries.opening)]
+            else:  # a text of unusually long tokens
+                yield from tokenised([document], cache.tokenizer, cache.boundaries)
+
+    def _beginning(self, document: Document) -> Document:
+        """Return a document, cut if it is longer than one and a half beginnings; chats are not cut."""
+        size = _BEGINNING * self.cache.block_size
+        if document.is_chat or len(document.text) <= size + size // 2:
+            return document
+        return replace(document, text=next(cut([document.text], size)))
 
 
 @dataclass(frozen=True)

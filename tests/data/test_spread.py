@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +189,38 @@ class TestTexts:
             ["text"], bytes_tokenizer(), tmp_path / "cache", tmp_path, block_size=64, max_tokens=64
         )
         assert 2 <= len(passed) < 100
+
+    @pytest.mark.parametrize("most", [64 * 40, 64 * 200, 10**6])
+    def test_beginnings_of_separate_documents_are_the_sample_of_whole_ones(
+        self, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """All of every long document was tokenised for its first block; a sample of more of them still is of all."""
+        (tmp_path / "text").mkdir()
+        for i in range(60):
+            (tmp_path / "text" / f"{i:02}.txt").write_text(prose(40 if i % 3 else 2, 1000 * i))
+        encoded: list[int] = []
+        encode = splits.tokenised
+
+        def tokenised(documents: Iterable[Document], *rest: Any) -> Iterator[Any]:
+            for document, ids in encode(documents, *rest):
+                encoded.append(len(document.text))
+                yield document, ids
+
+        monkeypatch.setattr(splits, "tokenised", tokenised)
+
+        def load(folder: str) -> TokenBlocks:
+            limits: Any = {"block_size": 64, "max_tokens": most, "documents": "separate"}
+            return load_text(["text"], bytes_tokenizer(), tmp_path / folder, tmp_path, **limits)
+
+        beginnings = load("beginnings")
+        num_read = sum(encoded)
+        monkeypatch.setattr(splits, "_BEGINNING", 10**6)
+        encoded.clear()
+        whole = load("whole")
+        assert np.array_equal(beginnings.tokens, whole.tokens)
+        assert np.array_equal(beginnings.document, whole.document)
+        assert [*beginnings.documents] == [*whole.documents]
+        assert num_read < 0.7 * sum(encoded) if most == 64 * 40 else num_read >= sum(encoded)
 
     def test_held_out_text_is_spread_over_documents(self, tmp_path: Path) -> None:
         write_uneven(tmp_path / "text")
