@@ -148,6 +148,7 @@ def _auto(options: AutoOptions, reporter: Reporter) -> Iterator[Result]:
             options.probe,
             inner,
             is_step=True,
+            compares=options.max_tokens or HELD_OUT_TOKENS,
             tell_unseen=lambda tokens: _expect(options, stages, tokens),
         )
     inputs.check()

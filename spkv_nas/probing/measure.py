@@ -508,6 +508,11 @@ def cost_blocks(block_size: int) -> int:
     return window_costs.usual_blocks(block_size) + prediction_check.usual_blocks(block_size)
 
 
+def selection_tokens(block_size: int) -> int:
+    """Return the tokens of a text that select layouts at most: by costs of windows, their check and comparisons."""
+    return cost_blocks(block_size) * block_size + most_tokens(block_size)
+
+
 def half_of(blocks: TokenBlocks, num_blocks: int | None = None) -> TokenBlocks:
     """Return half of a text by documents, or a sample of it, so that a verdict can use the others.
 

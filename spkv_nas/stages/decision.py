@@ -21,6 +21,7 @@ from spkv_nas.evaluation.verdict import criteria, criterion
 from spkv_nas.evaluation.verdict.contenders import Contender, ScoreStore
 from spkv_nas.evaluation.verdict.trial import Outcome, Trial, contest_text, text_in_random_order
 from spkv_nas.model import checkpoint, windows
+from spkv_nas.probing import measure
 from spkv_nas.stages import sized_model
 from spkv_nas.stages.options import DENSE
 from spkv_nas.stages.options.verdict import DecisionOptions, reads_text
@@ -72,6 +73,10 @@ def prepare(
     layouts = {each.name: each.chosen for each in candidates if each.chosen is not None}
     separator, documents = recorded_reading(layouts.values())
     subject = replace(subject, given_separator=separator, documents=options.documents or documents)
+    # Comparisons of layouts take documents besides those of the samples
+    if ranked_on is not None and options.max_tokens is not None:
+        read_tokens = options.max_tokens + measure.selection_tokens(subject.length)
+        subject = replace(subject, read_tokens=read_tokens)
     text = None
     num_left_out = None
     circumstances = None

@@ -65,6 +65,7 @@ def probe(
     reporter: Reporter = SILENT,
     *,
     is_step: bool = False,
+    compares: int | None = None,
     tell_unseen: Callable[[int], None] | None = None,
 ) -> HeadScores:
     """Probe a recipe's reference (trained first if need be), a user's checkpoint, or the embedded reference.
@@ -72,13 +73,17 @@ def probe(
     The default signal is density for a recipe or a model with gates, else head gates. To measure density on a model
     without gates, gates are learned first, at the budget's price and with frozen weights. As a step of ``auto``, it
     returns the table of an earlier probe of the same inputs by this version, if there is one, and raises ``UserError``
-    if the text has too few documents to leave some unseen; ``tell_unseen`` is called with the tokens of these.
+    if the text has too few documents to leave some unseen; ``tell_unseen`` is called with the tokens of these. If a
+    later step ``compares`` on so many tokens at most, no more of the text is read than both take.
     """
     checks.check(options)
     signal = chosen_signal(options)
     options = replace(options, signal=signal.name)
     # Load the model and the text
     subject = _subject(options, reporter)
+    if compares is not None:
+        read_tokens = compares + measure.selection_tokens(subject.length)
+        subject = replace(subject, read_tokens=read_tokens)
     measured = _load(
         subject, signal, options, reporter, needs_unseen=is_step, tell_unseen=tell_unseen
     )

@@ -90,6 +90,8 @@ class Subject:
     # Whether tokens see other documents of their block: "joined" or "separate"; None: as a recipe says, and the user's
     # own text separately, as documents reach a model, where the model can keep them apart
     documents: str | None = None
+    # Tokens to read of the user's text, spread over its documents; None: ``max_tokens`` of the options
+    read_tokens: int | None = None
 
     def __post_init__(self) -> None:
         """Check the name before hours of work."""
@@ -353,7 +355,7 @@ class Subject:
             block_size=length,
             separator=separator.best,
             documents=separator.documents,
-            max_tokens=options.max_tokens,
+            max_tokens=options.max_tokens if self.read_tokens is None else self.read_tokens,
             reporter=reporter,
         )
         return None, after_main(read)
