@@ -387,12 +387,21 @@ def rival_layouts(
         best = min(fitting, key=lambda layout: predicted_loss(table, layout))
         layouts[best.strategy] = _recorded(table, best, memory, cost)
     if HEAD_GATES in table.metadata:
-        gates = _head_gates(table)
-        typical = typical_windows(single, cost, memory, table.num_heads)
-        for row in typical[:_MOST_BY_GATES]:
-            layout = replace(_one_window_by(gates, table, row), strategy=f"{BY_GATES}{row.window}")
-            layouts[layout.strategy] = _recorded(table, layout, memory, cost)
+        for layout in _layouts_by_gates(table, single, cost, memory):
+            layouts[layout.strategy] = layout
     return _distinct(layouts)
+
+
+def _layouts_by_gates(
+    table: HeadScores, single: Sequence[TriedWindow], cost: CacheCost, memory: int
+) -> list[Layout]:
+    """Return layouts of typical single windows whose global heads are those of the highest head gates."""
+    gates = _head_gates(table)
+    layouts = []
+    for row in typical_windows(single, cost, memory, table.num_heads)[:_MOST_BY_GATES]:
+        layout = replace(_one_window_by(gates, table, row), strategy=f"{BY_GATES}{row.window}")
+        layouts.append(_recorded(table, layout, memory, cost))
+    return layouts
 
 
 def _apart(single: Sequence[TriedWindow]) -> list[TriedWindow]:

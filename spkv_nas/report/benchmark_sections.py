@@ -151,7 +151,7 @@ def _evaluated(name: str, rows: pd.DataFrame, record: Record) -> chart.Section:
         "that would give the same standard error.",
         rows.assign(
             head=rows["checkpoint"].astype(str).map(labels),
-            label=[labels.get(str(each), str(each)) or "—" for each in rows["against"]],
+            label=[labels.get(str(path), str(path)) or "—" for path in rows["against"]],
             tag=_ties(rows, *_DELTA, critical),
         ),
         first="Checkpoint",

@@ -14,6 +14,15 @@ Dash = Literal["solid", "dashed", "dashdot", "dotted"]
 Shape = Literal["circle", "square", "diamond", "triangle", "stroke"]
 Numbers = tuple[float, ...]
 _MAX_DESCRIBED = 40  # points in a description; a listener to more would lose the thread
+# The page has variables of these names, for light and dark mode
+TONES: dict[Tone | Literal["line"], str] = {
+    "accent": "#1f5fa8",
+    "muted": "#566173",
+    "second": "#b05a00",
+    "third": "#2e7d4f",
+    "ink": "#1b2330",
+    "line": "#dde1e8",  # of a grid
+}
 # Of the lines in one chart, distinguishable without colour
 SERIES: tuple[tuple[Tone, Dash], ...] = (
     ("accent", "solid"),

@@ -58,10 +58,12 @@ def write_report(
     names = [chart.name for chart in charts]
     if groups["search"]:
         names += result_charts.SEARCH_FIGURES
-    names += [chart.name for section in inputs.benchmarks for chart in section.charts]
+    for section in inputs.benchmarks:
+        names += [chart.name for chart in section.charts]
     figures = [name for name in names if (folder / f"{name}.png").is_file()]
-    files.write_atomic(folder / _PAGE, _render(inputs, verdict, steps, groups, figures))
-    return folder / _PAGE
+    page = folder / _PAGE
+    files.write_atomic(page, _render(inputs, verdict, steps, groups, figures))
+    return page
 
 
 def _charts(inputs: ReportInputs, verdict: Verdict) -> Groups:

@@ -21,9 +21,10 @@ from matplotlib.transforms import Affine2D, Bbox, Transform
 
 from spkv_nas.artifacts.layout import GLOBAL, Layout
 from spkv_nas.artifacts.score_kind import Measure
-from spkv_nas.report.chart import Chart, Heatmap
+from spkv_nas.report.chart import TONES, Chart, Heatmap
 from spkv_nas.report.density_charts import window_shades
-from spkv_nas.report.plot import LETTER, SHADES, TONES, cividis, draw, drawing
+from spkv_nas.report.mark_names import LETTER
+from spkv_nas.report.plot import SHADES, cividis, draw, drawing
 
 _LEFT = 58.0  # from the left edge of a large map to its cells
 _WIDEST = 1048  # greatest width of a map's cells on the page

@@ -7,12 +7,10 @@ gives the same bytes. Names are drawn literally (``$`` starts no formula).
 import io
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from itertools import chain
-from pathlib import Path as FilePath
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib import axes, colormaps, colors, rc_context, ticker
@@ -21,7 +19,6 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
-from matplotlib.path import Path
 from matplotlib.transforms import Affine2D, Bbox, TransformedBbox
 
 from spkv_nas.artifacts.head_scores import HeadScores
@@ -30,6 +27,7 @@ from spkv_nas.base.files import write_atomic
 from spkv_nas.proposal.coverage import coverage
 from spkv_nas.report import density_charts
 from spkv_nas.report.chart import (
+    TONES,
     Axis,
     Band,
     Bars,
@@ -41,35 +39,14 @@ from spkv_nas.report.chart import (
     Panels,
     Points,
     Rule,
-    Tone,
 )
+from spkv_nas.report.mark_names import LETTER, LINE, draw_names
 
-# The page has variables of these names, for light and dark mode
-TONES: dict[Tone | Literal["line"], str] = {
-    "accent": "#1f5fa8",
-    "muted": "#566173",
-    "second": "#b05a00",
-    "third": "#2e7d4f",
-    "ink": "#1b2330",
-    "line": "#dde1e8",  # of a grid
-}
 CHOSEN = "#d6006c"
 SHADES = 65
-LETTER = 6.6  # average width of a letter
-LINE = 15.0  # height of a line of text
-_FAINT = 0.6  # names may cover marks of lower opacity
-_LEADER = {
-    "arrowstyle": "-",
-    "color": TONES["muted"],
-    "linewidth": 0.8,
-    "shrinkA": 0,
-    "shrinkB": 5,
-}
 _SAMPLE = 40.0  # width of a legend entry's sample, with the space around it
 # Clip box of lines in axes coordinates, with a margin of 1 %
 _CLIP = Bbox([[-0.01, -0.01], [1.01, 1.01]])
-_GAP = 10.0  # between a point's centre and its name
-_RULE_GAP = 6.0  # between a vertical rule and its name
 _MARKERS = {"circle": "o", "square": "s", "diamond": "D", "triangle": "^", "stroke": "|"}
 _DASHES: dict[Dash, Any] = {
     "solid": "-",
@@ -117,7 +94,7 @@ def picture(chart: Chart | Panels) -> Picture:
         return figure
 
 
-def save_chart(folder: FilePath, chart: Chart | Panels) -> None:
+def save_chart(folder: Path, chart: Chart | Panels) -> None:
     """Write ``<name>.png``, ``<name>.svg`` and ``<name>.pdf``, each atomically."""
     formats: dict[str, Any] = {
         "png": {"dpi": 160},
@@ -167,7 +144,7 @@ def draw(chart: Chart | Panels) -> Picture:
     figure.set_layout_engine("none")
     for ax, panel in zip(figure.axes, panels.charts, strict=False):
         if panel.heatmap is None:
-            _draw_names(ax, panel)
+            draw_names(ax, panel)
     return figure
 
 
@@ -214,23 +191,30 @@ def _draw_chart(ax: axes.Axes, chart: Chart) -> None:
     # Marks, legend, title
     for number, mark in enumerate(chart.marks):
         _draw_mark(ax, mark, f"{chart.name}/mark {number}")
-    lines, columns = _legend_shape(chart)
-    if lines:
-        legend = ax.legend(
-            loc="lower left",
-            bbox_to_anchor=(0, 1),
-            ncols=columns,
-            fontsize=11,
-            borderaxespad=0.5,
-            borderpad=0,
-            columnspacing=1,
-            labelspacing=0.2,
-        )
-        for sample in legend.legend_handles:
-            if isinstance(sample, Line2D):
-                sample.set_markersize(min(sample.get_markersize(), 10.0))
+    num_lines = _draw_legend(ax, chart)
     if chart.heading:
-        ax.set_title(chart.heading, loc="left", fontsize=12, pad=8 + lines * LINE)
+        ax.set_title(chart.heading, loc="left", fontsize=12, pad=8 + num_lines * LINE)
+
+
+def _draw_legend(ax: axes.Axes, chart: Chart) -> int:
+    """Draw the legend above the axes; return its number of lines."""
+    num_lines, columns = _legend_shape(chart)
+    if not num_lines:
+        return 0
+    legend = ax.legend(
+        loc="lower left",
+        bbox_to_anchor=(0, 1),
+        ncols=columns,
+        fontsize=11,
+        borderaxespad=0.5,
+        borderpad=0,
+        columnspacing=1,
+        labelspacing=0.2,
+    )
+    for sample in legend.legend_handles:
+        if isinstance(sample, Line2D):
+            sample.set_markersize(min(sample.get_markersize(), 10.0))
+    return num_lines
 
 
 def _draw_axis(ruler: Ruler, axis: Axis) -> None:
@@ -401,252 +385,6 @@ def _draw_colour_bar(ax: axes.Axes, cells: Heatmap, columns: int) -> None:
     bar.set_ticks(cells.scale.fraction(tick_values).tolist(), labels=tick_texts, fontsize=9)
     bar.set_label(cells.legend, fontsize=9.5)
     bar.outline.set_visible(False)
-
-
-@dataclass(frozen=True)
-class _Place:
-    """A place for a name, in points of the figure."""
-
-    box: Bbox  # what the name covers
-    anchor: tuple[float, float]  # the point of the name that is given
-    alignment: Literal[
-        "left", "center", "right"
-    ]  # which point that is; vertically it is the middle
-    # where a line from what it names meets the box, as shares of its width and height; None for no line
-    end: tuple[float, float] | None = None
-
-
-@dataclass(frozen=True)
-class _Room:
-    """What is already drawn in axes."""
-
-    inside: Bbox  # frame of the axes
-    occupied: list[Bbox]  # boxes that names must not cover: marks and names
-    names: list[Bbox] = field(default_factory=list)  # those of names
-
-    def is_free(self, box: Bbox) -> bool:
-        """Return whether a name can cover a box."""
-        return not box.count_overlaps(self.occupied) and all(
-            self.inside.contains(*corner) for corner in (box.min, box.max)
-        )
-
-    def is_crossed(self, at: tuple[float, float], place: _Place) -> bool:
-        """Return whether the line from ``at`` to the name at a place crosses another name."""
-        if place.end is None:
-            return False
-        line = Path([at, place.box.min + place.box.size * np.array(place.end)])
-        return any(line.intersects_bbox(box) for box in self.names)
-
-    def take(self, box: Bbox) -> None:
-        """Reserve the box of a name."""
-        self.occupied.append(box)
-        self.names.append(box)
-
-
-def _draw_names(ax: axes.Axes, chart: Chart) -> None:
-    """Write the names of rules, then of points; a name of a point that finds no room is left out."""
-    room = _Room(ax.get_window_extent(), _obstacles(ax))
-    for mark in chart.marks:
-        if isinstance(mark, Rule) and mark.label and mark.vertical:
-            _name_vertical_rule(ax, mark, chart.y.high, room)
-        elif isinstance(mark, Rule) and mark.label:
-            _name_level_rule(ax, mark, room)
-    # Name the points within rings first
-    rings = _rings(chart)
-    for is_ringed in (True, False):
-        for mark in chart.marks:
-            if isinstance(mark, Points):
-                _name_points(ax, mark, room, rings, ringed=is_ringed)
-
-
-def _rings(chart: Chart) -> dict[tuple[float, float], float]:
-    """Return the radius of each ring by its centre: hollow marks without a text, around a point of another group."""
-    rings = {}
-    for mark in chart.marks:
-        if isinstance(mark, Points) and mark.hollow and not mark.tips and not mark.names:
-            for centre in zip(mark.x, mark.y, strict=True):
-                rings[centre] = mark.size
-    return rings
-
-
-def _name_points(
-    ax: axes.Axes,
-    mark: Points,
-    room: _Room,
-    rings: Mapping[tuple[float, float], float],
-    *,
-    ringed: bool,
-) -> None:
-    """Write the names of the points within rings, or of the others."""
-    for x, y, name in zip(mark.x, mark.y, mark.names, strict=False):
-        radius = rings.get((x, y))
-        if name and (radius is not None) == ringed:
-            gap = _GAP if radius is None else radius + 4
-            _name_point(ax, mark, (x, y), name, room, gap, stacks=bool(rings))
-
-
-def _name_vertical_rule(ax: axes.Axes, rule: Rule, top: float, room: _Room) -> None:
-    """Write the name of a vertical rule beside it, as high as there is room, else at the top."""
-    at = _in_points(ax, (rule.value, top))
-    num_heights = int(2 * room.inside.height / LINE) - 1
-    heights = [-LINE * (0.5 + row / 2) for row in range(num_heights)]
-    width = LETTER * len(rule.label)
-    places = _places_beside(at, width, heights, _RULE_GAP)
-    if not _write(ax, rule.label, at, places, room):
-        ax.annotate(rule.label, at, (6, -8), textcoords="offset points", va="center")
-
-
-def _name_level_rule(ax: axes.Axes, rule: Rule, room: _Room) -> None:
-    """Write the name of a horizontal rule at an end that is free, above or below it; else above its right end."""
-    transform = ax.get_yaxis_transform()
-    _, y = transform.transform((0.0, rule.value))
-    width = LETTER * len(rule.label)
-    height = LINE - 3
-    rights = Bbox.from_bounds(room.inside.x1 - 6 - width, y + 3, width, height)
-    lefts = rights.translated(room.inside.x0 + 12 + width - room.inside.x1, 0.0)
-    below = -height - 6
-    places = [
-        (rights, 1, "right", 4),
-        (lefts, 0, "left", 4),
-        (rights.translated(0.0, below), 1, "right", -4),
-        (lefts.translated(0.0, below), 0, "left", -4),
-    ]
-    free = (place for place in places if room.is_free(place[0]))
-    box, end, alignment, offset = next(free, places[0])
-    room.take(box)
-    ax.annotate(
-        rule.label,
-        (end, rule.value),
-        (-6 if end else 6, offset),
-        xycoords=transform,
-        textcoords="offset points",
-        ha=alignment,
-        va="baseline" if offset > 0 else "top",
-    )
-
-
-def _name_point(
-    ax: axes.Axes,
-    mark: Points,
-    point: tuple[float, float],
-    name: str,
-    room: _Room,
-    gap: float,
-    *,
-    stacks: bool,
-) -> None:
-    """Write the name of a point beside it, with ``stacks`` else above or below it; of a stroke always above it."""
-    if mark.shape == "stroke":
-        ax.annotate(name, point, (0, mark.size + 2), textcoords="offset points", ha="center")
-        return
-    # Try the point's own height, then one above and one below it, and so on
-    heights = [0.0]
-    for row in range(1, 6):
-        heights += [row * LINE, -row * LINE]
-    at = _in_points(ax, point)
-    width = LETTER * len(name)
-    places = _places_beside(at, width, heights, gap)
-    if stacks:
-        places = chain(places, _places_stacked(at, width, room.inside, gap))
-    _write(ax, name, at, places, room)
-
-
-def _in_points(ax: axes.Axes, point: tuple[float, float]) -> tuple[float, float]:
-    """Convert data coordinates to points of the figure."""
-    x, y = ax.transData.transform(point)
-    return float(x), float(y)
-
-
-def _write(
-    ax: axes.Axes, name: str, at: tuple[float, float], places: Iterable[_Place], room: _Room
-) -> bool:
-    """Write a name of what is ``at`` a point at the first free place; return whether there was one.
-
-    Places whose line crosses no other name come first.
-    """
-    chosen = None
-    for place in places:
-        if not room.is_free(place.box):
-            continue
-        if not room.is_crossed(at, place):
-            chosen = place
-            break
-        chosen = chosen or place
-    if chosen is None:
-        return False
-    room.take(chosen.box)
-    ax.annotate(
-        name,
-        at,
-        chosen.anchor,
-        xycoords="figure points",
-        textcoords="figure points",
-        arrowprops=None if chosen.end is None else {**_LEADER, "relpos": chosen.end},
-        ha=chosen.alignment,
-        va="center",
-        annotation_clip=False,
-    )
-    return True
-
-
-def _places_beside(
-    at: tuple[float, float], width: float, heights: Sequence[float], gap: float
-) -> Iterator[_Place]:
-    """Yield places for a name of a width right and left of ``at``, at each height above it."""
-    x, y = at
-    for height in heights:
-        has_line = abs(height) > LINE / 2 and gap > _RULE_GAP
-        bottom = y + height - LINE / 2
-        yield _Place(
-            Bbox.from_bounds(x + gap, bottom, width, LINE),
-            anchor=(x + gap, y + height),
-            alignment="left",
-            end=(0.0, 0.5) if has_line else None,
-        )
-        yield _Place(
-            Bbox.from_bounds(x - gap - width, bottom, width, LINE),
-            anchor=(x - gap, y + height),
-            alignment="right",
-            end=(1.0, 0.5) if has_line else None,
-        )
-
-
-def _places_stacked(
-    at: tuple[float, float], width: float, inside: Bbox, gap: float
-) -> Iterator[_Place]:
-    """Yield places for a name of a width above and below ``at``, centred there as far as the frame allows."""
-    x, y = at
-    # Keep off the frame, because widths of texts are estimates
-    left = max(inside.x0 + LETTER, min(x - width / 2, inside.x1 - LETTER - width))
-    share = (x - left) / width
-    distance = gap + LINE / 2
-    while distance < inside.height:
-        for height, edge in ((distance, 0.0), (-distance, 1.0)):
-            yield _Place(
-                Bbox.from_bounds(left, y + height - LINE / 2, width, LINE),
-                anchor=(left + width / 2, y + height),
-                alignment="center",
-                end=(share, edge),
-            )
-        distance += LINE / 2
-
-
-def _obstacles(ax: axes.Axes) -> list[Bbox]:
-    """Return the boxes of bars, lines and points that names should avoid."""
-    boxes = [bar.get_window_extent() for bar in ax.patches]
-    for drawn in ax.lines:
-        path = drawn.get_path().transformed(drawn.get_transform())
-        is_line = drawn.get_linestyle() != "None"
-        if is_line:
-            path = path.interpolated(24)
-            reach = 2.0
-        elif (drawn.get_alpha() or 1.0) > _FAINT:
-            reach = max(7.0, drawn.get_markersize() / 2 + 1)
-        else:
-            continue
-        for x, y in np.asarray(path.vertices):
-            boxes.append(Bbox.from_bounds(x - reach, y - reach, 2 * reach, 2 * reach))
-    return boxes
 
 
 def cividis(value: float) -> tuple[str, str]:

@@ -214,20 +214,27 @@ def cache_nll_chart(inputs: ReportInputs, verdict: Verdict) -> Chart | None:
         Rule(scale, f"full: {scale:,.3g} {unit}", tone="muted", dash="dotted")
     ]
     marks += [_cache_points(group, style, scale, unit) for style, group in groups]
-    # Fit the axis to the error bars
     everything = [*known, *references]
-    bars = [np.nan_to_num(result.error) for result in everything]
-    low = min(result.delta - bar for result, bar in zip(everything, bars, strict=True))
-    high = max(result.delta + bar for result, bar in zip(everything, bars, strict=True))
     note = _note(result.error for result in everything)
     return Chart(
         "cache-nll",
         "NLL against KV cache",
         chart.round_axis(title, 0.0, scale, padded=True),
-        chart.spread_axis(DELTA_AXES[evidence.baseline], low, high),
+        _loss_axis(DELTA_AXES[evidence.baseline], everything),
         tuple(marks),
         note=f"{capitalized(evidence.description)}. {note}",
     )
+
+
+def _loss_axis(title: str, results: Sequence[Result]) -> chart.Axis:
+    """Return an axis over losses and their error bars."""
+    lows = []
+    highs = []
+    for result in results:
+        bar = np.nan_to_num(result.error)
+        lows.append(result.delta - bar)
+        highs.append(result.delta + bar)
+    return chart.spread_axis(title, min(lows), max(highs))
 
 
 def _cache_points(results: Sequence[Result], style: Style, scale: float, unit: str) -> Points:
@@ -288,16 +295,7 @@ def coverage_budget_chart(
     # Confidence band and knee
     if certainty is not None:
         interval_label = f"95 % interval, up to ± {certainty.reach:.1f}"
-        marks.append(
-            chart.Band(
-                numbers(certainty.curve["budget"]),
-                numbers(certainty.curve["low"], 100),
-                numbers(certainty.curve["high"], 100),
-                interval_label,
-                opacity=0.3,
-            )
-        )
-        marks.append(Rule(certainty.knee, f"knee {certainty.knee}"))
+        marks += _certainty_marks(certainty, interval_label)
         band = f"Band: {interval_label} points, over documents."
         note += f" {band} Knee: beyond it each further head adds less than average."
     # A line per strategy
@@ -325,6 +323,18 @@ def coverage_budget_chart(
         tuple(marks),
         note=note,
     )
+
+
+def _certainty_marks(certainty: coverage.Certainty, label: str) -> list[Mark]:
+    """Return the interval of the curve of highest scores, and its knee."""
+    curve = certainty.curve
+    budget = numbers(curve["budget"])
+    low = numbers(curve["low"], 100)
+    high = numbers(curve["high"], 100)
+    return [
+        chart.Band(budget, low, high, label, opacity=0.3),
+        Rule(certainty.knee, f"knee {certainty.knee}"),
+    ]
 
 
 def _thinned(rows: pd.DataFrame) -> pd.DataFrame:

@@ -252,7 +252,7 @@ def _letters(inputs: ReportInputs, chosen: Layout | None) -> str:
     """Return the windows of the letters of the chosen layout, else of the first of several windows; "" for none."""
     layout = chosen
     if layout is None:
-        layout = next((each for each in inputs.layouts.values() if each.windows), None)
+        layout = next((shown for shown in inputs.layouts.values() if shown.windows), None)
     if layout is None:
         return ""
     return ", ".join(f"{letter} {window}" for letter, window in layout.legend.items())

@@ -85,11 +85,7 @@ def conclude(inputs: ReportInputs) -> Verdict:
     if deciding is None and not passing:
         deciding = _deciding(everything, is_trained=False)
     if deciding is not None:
-        best, *others = deciding.of_one_budget
-        remarks = []
-        if deciding.steps == 0:
-            remarks = [_of_verdict(result) for result in judged if result.key == best.key]
-        return _about(inputs, best, deciding, (*warnings, *remarks), others)
+        return _of_losses(inputs, deciding, judged, warnings)
     # Conclude from the smallest layout that passes, and what else was measured of it
     if judged:
         best = min(passing or judged, key=lambda result: result.share)
@@ -99,6 +95,20 @@ def conclude(inputs: ReportInputs) -> Verdict:
         return _of_scores(inputs.table, warnings)
     name = _most_covered(inputs)
     return _about(inputs, layout_result(inputs, inputs.layouts[name], math.nan), None, warnings)
+
+
+def _of_losses(
+    inputs: ReportInputs,
+    deciding: Evidence,
+    judged: Sequence[Result],
+    warnings: tuple[str, ...],
+) -> Verdict:
+    """Return the verdict on the layout of lowest loss, with what verdicts measured of it without retraining."""
+    best, *others = deciding.of_one_budget
+    remarks = []
+    if deciding.steps == 0:
+        remarks = [_of_verdict(result) for result in judged if result.key == best.key]
+    return _about(inputs, best, deciding, (*warnings, *remarks), others)
 
 
 def _most_covered(inputs: ReportInputs) -> str:
