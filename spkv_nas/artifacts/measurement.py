@@ -16,6 +16,8 @@ from typing import Any, Literal
 
 import pandas as pd
 
+from spkv_nas.artifacts.displacement import Displacement
+
 Answer = Literal["passes", "fails", "open"]
 _VERBS: dict[str, str] = {"passes": "passes", "fails": "fails", "open": "is open at"}
 _DIGITS = 3  # significant digits of a loss
@@ -70,6 +72,7 @@ class Measurement:
     by_position: tuple[
         PositionLoss, ...
     ] = ()  # of the same documents; empty: not recorded, or another criterion
+    displacement: Displacement | None = None  # of the same passes; None: not measured
     source: Path | None = None  # the table; None for one in memory
 
     @property
@@ -146,6 +149,7 @@ def measurements(
             else float(memory[row["candidate"]]),
             context=record.get("context"),
             by_position=_by_position(row, record),
+            displacement=Displacement.of_row(row),
             source=source,
             **{column: float(row[column]) for column in columns},
         )

@@ -213,6 +213,18 @@ def _paired(low: float) -> tuple[Column, ...]:
     )
 
 
+# ``displacement.Displacement``, of the criterion nll; older files lack it
+_DISPLACEMENT = (
+    Column("num_compared", "whole", gaps=True, default=""),
+    _number("kl_mean", default=""),
+    _number("kl_standard_error", default=""),
+    _number("kl_median", default=""),
+    _number("kl_quantile", default=""),
+    _number("same_top", high=100.0, default=""),
+    _number("same_top_standard_error", default=""),
+    _number("delta_p_mean", -100.0, 100.0, default=""),
+    _number("delta_p_rms", high=100.0, default=""),
+)
 BASELINES = ResultTable(
     "baselines",
     (
@@ -337,6 +349,7 @@ VERDICT = ResultTable(
         Column("more_samples", "whole", gaps=True),  # estimate of how many would decide
         _number("p_passes", high=1.0),  # anytime-valid
         _number("p_fails", high=1.0),
+        *_DISPLACEMENT,
     ),
 )
 CRITICAL_BUDGET = ResultTable(

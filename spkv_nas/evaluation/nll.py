@@ -23,7 +23,7 @@ from spkv_nas.base.errors import OVERFLOW, UserError
 from spkv_nas.base.progress import Progress
 from spkv_nas.data.batches import run_own_batches
 from spkv_nas.data.blocks import TokenBlocks
-from spkv_nas.evaluation import micro_batch, paired
+from spkv_nas.evaluation import displacement, micro_batch, paired
 from spkv_nas.model import config_section, density_tracker, loss, modes
 
 COLUMNS = ("tau", "density", "nll", "delta_nll_percent", "delta_nll_standard_error")
@@ -123,18 +123,23 @@ def document_nll(
     watch: density_tracker.DensityTracker | None = None,
     progress: Progress | None = None,
     positions: PositionSums | None = None,
+    comparison: displacement.StateRecorder | displacement.Comparison | None = None,
 ) -> paired.DocumentNLL:
     """Compute the NLL of ``blocks`` under a model in evaluation mode, by document; ``UserError`` if not finite.
 
     ``batch_size`` blocks make a forward pass, fewer where a GPU runs out of memory; ``watch`` is a density tracker that
-    has been started; ``progress`` receives (blocks done, in all) of this process; ``positions`` gets the same losses.
+    has been started; ``progress`` receives (blocks done, in all) of this process; ``positions`` gets the same losses;
+    ``comparison`` compares the predictions with those of another model in the same passes.
     """
     micro_batch.check_blocks(model, blocks)
     sums = DocumentSums(blocks)
 
-    def run(_start: int, tokens: torch.Tensor) -> torch.Tensor:
+    def run(start: int, tokens: torch.Tensor) -> torch.Tensor:
+        inputs = blocks.boundaries.inputs(tokens)
         with nullcontext() if watch is None else watch.whole_pass():
-            return loss.token_nll(model, **blocks.boundaries.inputs(tokens))
+            if comparison is not None:
+                return comparison.token_nll(model, start, inputs)
+            return loss.token_nll(model, **inputs)
 
     def add(start: int, losses: torch.Tensor) -> None:
         sums.add(start, losses)

@@ -12,8 +12,9 @@ times, and leave rounding errors where a student and its teacher agree, which Ad
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
@@ -29,14 +30,42 @@ NO_TARGET = -100  # label to ignore
 _NOT_DRAWN = -1.0  # number in place of a label to draw, where there is none
 
 
+@dataclass(frozen=True)
+class LogitReader:
+    """Read the logits of some predictions while the NLL of a pass is computed, which never holds all of them.
+
+    ``columns``, int64 [K], are the predictions of each block, ascending and below T - 1. ``read`` is called with the
+    number of predictions that came before, and with the logits [n, V] of the next ones, block by block.
+    """
+
+    columns: Tensor
+    read: Callable[[int, Tensor], None]
+
+    def rows(self, num_blocks: int, block_size: int) -> Tensor:
+        """Return the predictions among those of all blocks, which have ``block_size`` - 1 each; int64 [B K]."""
+        starts = torch.arange(num_blocks, device=self.columns.device) * (block_size - 1)
+        return (starts[:, None] + self.columns).flatten()
+
+
 def token_nll(model: PreTrainedModel, input_ids: Tensor, **positions: Tensor) -> Tensor:
     """Compute the NLL, float32 [B, T - 1], of tokens [B, T]; warns if all logits were computed at once.
 
     ``positions`` are empty, or ``position_ids`` [B, T] (``Boundaries.inputs``).
     """
+    return read_nll(model, {"input_ids": input_ids, **positions}, None)
+
+
+def read_nll(
+    model: PreTrainedModel, inputs: Mapping[str, Tensor], reader: LogitReader | None
+) -> Tensor:
+    """Compute ``token_nll`` of the ``inputs`` of a pass, while ``reader`` reads some of its logits."""
+    positions = dict(inputs)
+    input_ids = positions.pop("input_ids")
     if (decoder_pass := _large_pass(model, input_ids, **positions)) is not None:
-        return decoder_pass.losses(input_ids[:, 1:], model)
+        return decoder_pass.losses(input_ids[:, 1:], model, reader)
     logits = model(input_ids=input_ids, use_cache=False, **positions).logits
+    if reader is not None:
+        reader.read(0, logits[:, reader.columns].flatten(0, 1))
     return torch.stack(  # block by block, so that the float32 copy stays in the CPU cache
         [
             F.cross_entropy(block[:-1].float(), ids[1:], reduction="none")
@@ -342,13 +371,24 @@ class DecoderPass:
         return False
 
     @torch.no_grad()
-    def losses(self, targets: Tensor, forward: Callable[..., Any]) -> Tensor:
+    def losses(
+        self, targets: Tensor, forward: Callable[..., Any], reader: LogitReader | None = None
+    ) -> Tensor:
         """Compute the loss at every position but the last of each block, float32 [B, T - 1], without gradients."""
-        chunks = self._chunks(targets)
-        losses = [
-            self._losses(self._logits(x, forward), ids, taught, forward)[0]
-            for x, ids, taught in chunks
-        ]
+        losses = []
+        rows = None if reader is None else reader.rows(len(targets), targets.shape[1] + 1)
+        start = 0
+        for states, ids, taught in self._chunks(targets):
+            logits = self._logits(states, forward)
+            losses.append(self._losses(logits, ids, taught, forward)[0])
+            if reader is not None and rows is not None:
+                # Rows of this chunk; they are ascending
+                first, end = torch.searchsorted(
+                    rows, torch.tensor([start, start + len(ids)], device=rows.device)
+                ).tolist()
+                if first < end:
+                    reader.read(first, logits[rows[first:end] - start])
+            start += len(ids)
         return torch.cat(losses).view(targets.shape[:2])
 
     def total(self, targets: Tensor, forward: Callable[..., Any]) -> Tensor:

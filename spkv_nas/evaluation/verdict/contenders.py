@@ -77,6 +77,7 @@ class ScoreStore:
     )  # rounds of all contenders that were not known before
     _other: tuple[str, PreTrainedModel] | None = field(default=None, init=False)
     _kept: dict[tuple[str, str], Arrays] = field(default_factory=dict, init=False)
+    _references: dict[tuple[str, int], Arrays] = field(default_factory=dict, init=False)
 
     def score(self, contender: Contender, rounds: Rounds, number: int) -> NDArray[np.float64]:
         """Return the scores of the samples that rounds 0 to ``number`` - 1 complete, from files where they exist."""
@@ -89,9 +90,14 @@ class ScoreStore:
         self, contender: Contender, rounds: Rounds, number: int, name: str
     ) -> NDArray[np.float64]:
         """Return the sum over rounds 0 to ``number`` - 1 of a detail that is measured with the scores."""
+        return np.asarray(np.sum(self.details(contender, rounds, number, name), axis=0))
+
+    def details(
+        self, contender: Contender, rounds: Rounds, number: int, name: str
+    ) -> list[NDArray[np.float64]]:
+        """Return a detail of each of the rounds 0 to ``number`` - 1."""
         key = self._key(contender, rounds)
-        details = [self._round(contender, rounds, index, key)[name] for index in range(number)]
-        return np.asarray(np.sum(details, axis=0))
+        return [self._round(contender, rounds, index, key)[name] for index in range(number)]
 
     def num_known(self, contender: Contender, rounds: Rounds) -> int:
         """Return how many of the first rounds are measured already."""
@@ -110,11 +116,50 @@ class ScoreStore:
             """Measure the round, after its preparation, as a layout is put on the dense model itself."""
             self.num_measured += 1
             prepared = self._prepared(rounds, index)
-            model = self._model(contender.source)
-            with contender.applied(model), _checked(model, rounds):
-                return rounds.measure_all(index, model, prepared)
+            if rounds.reference and key != self._key(self.contender, rounds):
+                return self._measured(
+                    contender, rounds, index, prepared | self._reference(rounds, index)
+                )
+            made = self._measured(contender, rounds, index, prepared)
+            self._keep_reference(rounds, index, made)
+            return made
 
         return self._get(key, _round_name(index), (SCORE, *rounds.details), measure)
+
+    def _measured(
+        self, contender: Contender, rounds: Rounds, index: int, prepared: Arrays
+    ) -> Arrays:
+        """Measure a round with the model of a contender."""
+        model = self._model(contender.source)
+        with contender.applied(model), _checked(model, rounds):
+            return rounds.measure_all(index, model, prepared)
+
+    def _reference(self, rounds: Rounds, index: int) -> Arrays:
+        """Return what the dense model's measurement of a round keeps for those of others; measure it if need be."""
+        key = self._key(self.contender, rounds)
+        if self.folder is None:
+            self._round(self.contender, rounds, index, key)
+            return self._references[key, index]
+        # Not kept in memory, as the arrays are large
+        file = self.folder / key / f"reference-{index:05d}.npz"
+        if not file.is_file():
+            prepared = self._prepared(rounds, index)
+            made = self._measured(self.contender, rounds, index, prepared)
+            self._keep_reference(rounds, index, made)
+        return read_arrays(file, rounds.reference, _REMEDY)
+
+    def _keep_reference(self, rounds: Rounds, index: int, made: Arrays) -> None:
+        """Take what others are compared with out of the dense model's measurement, and keep it."""
+        key = self._key(self.contender, rounds)
+        reference = {array.name: made.pop(array.name) for array in rounds.reference}
+        if not reference:
+            return
+        if self.folder is None:
+            self._references[key, index] = reference
+            return
+        file = self.folder / key / f"reference-{index:05d}.npz"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_npz(file, reference, compressed=False)
 
     def _prepared(self, rounds: Rounds, index: int) -> Arrays:
         """Return what the dense model prepared for a round."""

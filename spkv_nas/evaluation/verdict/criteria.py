@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from spkv_nas.artifacts.displacement import STATES, VALUES
 from spkv_nas.base import arrays, limits, registry
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.flag import Flag, default
@@ -63,15 +64,18 @@ class DocumentNLLs(Criterion):
         """Return the documents of the text, in rounds of blocks."""
         from spkv_nas.evaluation.micro_batch import fitting_batch
 
+        # A candidate's displacement depends on the dense model
+        identity = f"{setting.text_hash} {setting.identity}"
         return DocumentRounds(
-            setting.blocks, setting.text_hash, fitting_batch(setting.dense, setting.blocks)
+            setting.blocks, identity, fitting_batch(setting.dense, setting.blocks)
         )
 
 
 class DocumentRounds(Rounds):
     """NLL sums of documents, in rounds of blocks; a document is a sample once its last block is measured."""
 
-    details = (POSITIONS,)
+    details = (POSITIONS, VALUES)
+    reference = (STATES,)
 
     def __init__(self, blocks: "TokenBlocks", identity: str, batch_size: int) -> None:
         """Find the last block of each document of a text, whose documents are in random order (``in_random_order``)."""
@@ -103,16 +107,23 @@ class DocumentRounds(Rounds):
     def measure_all(
         self, index: int, model: "PreTrainedModel", prepared: Prepared
     ) -> dict[str, NDArray[Any]]:
-        """Return the NLL sums of the documents of a round's blocks, and those by position."""
+        """Return the NLL sums of the documents of a round's blocks, those by position, and the displacement."""
+        from spkv_nas.evaluation.displacement import NOTHING, Comparison, StateRecorder
         from spkv_nas.evaluation.nll import PositionSums, document_nll
 
         blocks = self.blocks.part(self.part(index))
         positions = PositionSums(blocks)
-        by_document = document_nll(model, blocks, batch_size=self.batch_size, positions=positions)
-        return {
+        states = prepared.get(STATES.name)
+        comparison = StateRecorder(blocks) if states is None else Comparison(blocks, states)
+        by_document = document_nll(
+            model, blocks, batch_size=self.batch_size, positions=positions, comparison=comparison
+        )
+        measured: dict[str, NDArray[Any]] = {
             SCORE.name: by_document.total[self._documents(index)],
             POSITIONS.name: positions.result(),
+            VALUES.name: NOTHING,
         }
+        return measured | comparison.result()
 
     def num_complete(self, number: int) -> int:
         """Return how many documents the first ``number`` rounds complete."""

@@ -223,6 +223,8 @@ class Rounds(ABC):
     num_samples: int
     prepared: tuple[arrays.Array, ...] = ()
     details: tuple[arrays.Array, ...] = ()  # what ``measure_all`` returns beside the scores
+    # What ``measure_all`` returns besides of the dense model, and takes of it to measure another one
+    reference: tuple[arrays.Array, ...] = ()
 
     @property
     def num_rounds(self) -> int:
@@ -244,7 +246,10 @@ class Rounds(ABC):
     def measure_all(
         self, index: int, model: "PreTrainedModel", prepared: Prepared
     ) -> dict[str, NDArray[Any]]:
-        """Measure a round as ``measure`` does, with ``details`` of it, which no answer depends on."""
+        """Measure a round as ``measure`` does, with ``details`` of it, which no answer depends on.
+
+        Without its arrays ``reference`` among those prepared, the model is the dense one, and they are returned.
+        """
         return {SCORE.name: self.measure(index, model, prepared)}
 
     def scores(self, measured: Sequence[Float]) -> Float:

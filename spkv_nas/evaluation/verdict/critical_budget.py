@@ -24,6 +24,7 @@ from typing import Literal, Protocol
 
 import pandas as pd
 
+from spkv_nas.artifacts.displacement import Displacement
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.result_tables import CRITICAL_BUDGET
 from spkv_nas.base.progress import SILENT, Bar, Progress, Reporter
@@ -31,11 +32,13 @@ from spkv_nas.evaluation.verdict.contenders import Contender
 from spkv_nas.evaluation.verdict.criteria import Margins
 from spkv_nas.evaluation.verdict.trial import (
     ROUNDS,
+    WHOLE_COLUMNS,
     Answer,
     Levels,
     Outcome,
     Pairs,
     Trial,
+    displacements,
     nll_alarm,
 )
 
@@ -276,14 +279,16 @@ def _outcome(
     """Return the result of a bisection, with what was ``measured`` of each position."""
     scores_of = {candidates[position].name: scores for position, scores in measured.items()}
     looked_at = [each for each in candidates if each.name in scores_of]
+    displacement = displacements(trial, looked_at, scores_of)
     return CriticalBudget(
         risk=risk,
-        rows=_table(trial, candidates, bisection, measured, memories),
+        rows=_table(trial, candidates, bisection, measured, memories, displacement),
         nouns=trial.nouns,
         num_samples=trial.num_samples,
         by_position={
             each.name: trial.by_position(each, scores_of[each.name]) for each in looked_at
         },
+        displacement=displacement,
         margins=[
             f"{margin:g} {criterion.test.unit} ({criterion.name})"
             for criterion, margin in trial.margins
@@ -318,6 +323,7 @@ def _table(
     bisection: Critical,
     measured: Mapping[int, Pairs],
     memories: Sequence[float] | None,
+    displacement: Mapping[str, Displacement],
 ) -> pd.DataFrame:
     """Tabulate what was measured of each budget; an end of an interval holds at the level of its bisection."""
     rows = []
@@ -335,8 +341,11 @@ def _table(
         }
         levels = Levels(look.passes, look.fails / len(trial.margins))
         risks = look.fails, look.passes
-        rows += [{**head, **row} for row in trial.rows(measured[look.position], levels, risks)]
-    return pd.DataFrame(rows, columns=CRITICAL_BUDGET.header[:-1]).astype({"more_samples": "Int64"})
+        measured_rows = trial.rows(
+            measured[look.position], levels, risks, displacement.get(candidate.name)
+        )
+        rows += [{**head, **row} for row in measured_rows]
+    return pd.DataFrame(rows, columns=CRITICAL_BUDGET.header[:-1]).astype(WHOLE_COLUMNS)
 
 
 def first_by_costs(

@@ -8,7 +8,7 @@ margin in any criterion; there the risk is shared by the criteria too.
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -16,6 +16,7 @@ import pandas as pd
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from spkv_nas.artifacts import head_scores, result_tables
+from spkv_nas.artifacts.displacement import VALUES, Displacement
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base import arrays, errors, statistics
 from spkv_nas.base.comparison import ComparedByValue
@@ -41,6 +42,10 @@ MAX_TOKENS = 1 << 22
 
 Pairs = dict[str, arrays.Float]  # scores [n, 2] of a candidate and the dense model, by criterion
 Answer = Literal["passes", "fails", "open"]
+WHOLE_COLUMNS = {
+    "more_samples": "Int64",
+    "num_compared": "Int64",
+}  # of a table, which may have gaps
 # called while a candidate is measured, with the rounds that it has left, about, its likely answer (None: too early to
 # say), and a note
 Tell = Callable[[float, "Answer | None", str], None]
@@ -114,6 +119,7 @@ class Outcome(ComparedByValue):
     by_position: Mapping[
         str, list[list[float]]
     ]  # rows of ``Trial.by_position``, by name of the candidate
+    displacement: Mapping[str, Displacement]  # of the candidates whose NLL was measured, by name
 
 
 @dataclass(frozen=True, eq=False)
@@ -293,16 +299,9 @@ class Trial:
         """
         from spkv_nas.evaluation.nll import position_edges
 
-        rounds = self.samples.get("nll")
-        measured = pairs.get("nll")
-        if not isinstance(rounds, DocumentRounds) or measured is None or not len(measured):
+        if (measured := self._measured_rounds(pairs)) is None:
             return []
-        # The first rounds that complete as many documents
-        number = next(
-            each
-            for each in range(1, rounds.num_rounds + 1)
-            if rounds.num_complete(each) >= len(measured)
-        )
+        rounds, number = measured
         sums = self.store.detail(candidate, rounds, number, POSITIONS.name)
         of_dense = self.store.detail(self.store.contender, rounds, number, POSITIONS.name)
         edges = position_edges(rounds.blocks.block_size)
@@ -314,8 +313,39 @@ class Trial:
             if count
         ]
 
+    def displacement(self, candidate: Contender, pairs: Pairs) -> Displacement | None:
+        """Return how far a candidate's predictions are from the dense model's on the rounds that were measured.
+
+        None for criteria that do not measure NLL, and if logits of the model depend on more than last hidden states.
+        """
+        from spkv_nas.evaluation.displacement import summary
+
+        if (measured := self._measured_rounds(pairs)) is None:
+            return None
+        rounds, number = measured
+        blocks = rounds.blocks.part(slice(0, number * rounds.size))
+        return summary(blocks, self.store.details(candidate, rounds, number, VALUES.name))
+
+    def _measured_rounds(self, pairs: Pairs) -> tuple[DocumentRounds, int] | None:
+        """Return the rounds of the NLL, and how many of them were measured; None if none was."""
+        rounds = self.samples.get("nll")
+        measured = pairs.get("nll")
+        if not isinstance(rounds, DocumentRounds) or measured is None or not len(measured):
+            return None
+        # The first rounds that complete as many documents
+        number = next(
+            each
+            for each in range(1, rounds.num_rounds + 1)
+            if rounds.num_complete(each) >= len(measured)
+        )
+        return rounds, number
+
     def rows(
-        self, pairs: Pairs, levels: Levels, risks: tuple[float, float]
+        self,
+        pairs: Pairs,
+        levels: Levels,
+        risks: tuple[float, float],
+        displacement: Displacement | None = None,
     ) -> Iterator[dict[str, Any]]:
         """Yield a candidate's columns of ``VERDICT`` from "criterion" on, for each criterion that was measured.
 
@@ -347,6 +377,7 @@ class Trial:
                 "more_samples": more,
                 "p_passes": tested.p_passes,
                 "p_fails": tested.p_fails,
+                **({} if displacement is None or criterion.name != "nll" else asdict(displacement)),
             }
 
 
@@ -396,18 +427,32 @@ def decide_all(
     # Fill the table; the intervals share the risk equally
     rows = []
     share = risk / len(candidates)
+    displacement = displacements(trial, candidates, pairs)
     for name, scores in pairs.items():
         others = [answer for other, answer in decided.items() if other != name]
         levels = Levels.of(
             risk, others, num_candidates=len(candidates), num_criteria=len(trial.margins)
         )
-        rows += [{"candidate": name, **row} for row in trial.rows(scores, levels, (share, share))]
-    table = pd.DataFrame(rows, columns=result_tables.VERDICT.header).astype(
-        {"more_samples": "Int64"}
+        measured_rows = trial.rows(scores, levels, (share, share), displacement.get(name))
+        rows += [{"candidate": name, **row} for row in measured_rows]
+    return Verdict(
+        risk=risk,
+        rows=pd.DataFrame(rows, columns=result_tables.VERDICT.header).astype(WHOLE_COLUMNS),
+        nouns=trial.nouns,
+        num_samples=trial.num_samples,
+        by_position={each.name: trial.by_position(each, pairs[each.name]) for each in candidates},
+        displacement=displacement,
+        answers=decided,
+        alarm=nll_alarm(trial, candidates, pairs),
     )
-    by_position = {each.name: trial.by_position(each, pairs[each.name]) for each in candidates}
-    alarm = nll_alarm(trial, candidates, pairs)
-    return Verdict(risk, table, trial.nouns, trial.num_samples, by_position, decided, alarm)
+
+
+def displacements(
+    trial: Trial, candidates: Sequence[Contender], pairs: Mapping[str, Pairs]
+) -> dict[str, Displacement]:
+    """Return the displacement of each candidate whose NLL was measured, by name."""
+    by_name = {each.name: trial.displacement(each, pairs[each.name]) for each in candidates}
+    return {name: measured for name, measured in by_name.items() if measured is not None}
 
 
 def nll_alarm(
