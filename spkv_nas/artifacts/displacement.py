@@ -57,10 +57,10 @@ COLUMNS = tuple(field.name for field in fields(Displacement))
 
 
 def nats_text(nats: float) -> str:
-    """Format a divergence with three digits; NaN is a dash."""
+    """Format a divergence with three digits, down to a millionth; NaN is a dash."""
     if math.isnan(nats):
         return "-"
-    decimals = _DIGITS - 1
-    if nats:
-        decimals = min(max(_DIGITS - 1 - math.floor(math.log10(abs(nats))), 0), _MOST_DECIMALS)
+    if nats < 10.0**-_MOST_DECIMALS:
+        return "0"
+    decimals = min(max(_DIGITS - 1 - math.floor(math.log10(nats)), 0), _MOST_DECIMALS)
     return f"{nats:.{decimals}f}"

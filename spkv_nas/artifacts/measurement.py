@@ -9,7 +9,7 @@ candidates, criteria or commands. The terminal, the page and the model card use 
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -116,6 +116,11 @@ class Measurement:
         """Return the answer, the margin and the risk in words."""
         risk = "" if math.isnan(self.risk) else f" at a risk of {100 * self.risk:g} %"
         return f"{_VERBS[self.answer]} {self.limit}{risk}"
+
+
+def displacement_words(measured: Iterable[Measurement]) -> list[str]:
+    """Return how far a candidate's predictions are from the dense model's, in words; empty if that was not measured."""
+    return [each.displacement.words for each in measured if each.displacement is not None]
 
 
 def measurements(

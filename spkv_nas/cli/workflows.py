@@ -355,6 +355,8 @@ def _export(options: AutoOptions, hybrid: _Hybrid, reporter: Reporter) -> str | 
 
 def _lines(options: AutoOptions, hybrid: _Hybrid, page: Path, serve: str | None) -> list[str]:
     """Return the lines that a user reads at the end: heads, memory, loss, files, and what was not tried."""
+    from spkv_nas.artifacts.measurement import displacement_words
+
     layout = hybrid.layout
     name = hybrid.compared.against
     if hybrid.file is None:
@@ -368,6 +370,7 @@ def _lines(options: AutoOptions, hybrid: _Hybrid, page: Path, serve: str | None)
         f"{name}: {layout.num_global} of {layout.num_heads} KV heads global, {layout.legend_words}",
         _about_memory(hybrid.memory),
         "; ".join(losses),
+        *displacement_words(hybrid.measured),
         "   ".join(files),
         f"not tried: {'; '.join(_not_tried(options, hybrid))}",
     ]

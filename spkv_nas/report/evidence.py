@@ -13,7 +13,7 @@ import pandas as pd
 from spkv_nas.artifacts import head_scores, proposal, result_tables, search_table
 from spkv_nas.artifacts.comparison import BASELINES, DENSE, FULL_ATTENTION, counted_from
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.artifacts.measurement import Measurement
+from spkv_nas.artifacts.measurement import Measurement, displacement_words
 from spkv_nas.base import arrays, statistics
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.evaluation.ranking import MIN_DOCUMENTS
@@ -378,9 +378,10 @@ def _of_verdict(file: ResultFile, checkpoint: str, layout: Layout) -> Iterator[s
         for measured in file.measured:
             if measured.candidate == name:
                 memory = f"{measured.memory}; " if measured.memory else ""
+                displaced = "".join(f"; {each}" for each in displacement_words([measured]))
                 yield (
                     f"{measured.criterion}: {memory}a loss of {with_minus(measured.finding)}{_text(file)}, against "
-                    f"`{without_folder(measured.against)}`; it {measured.conclusion}."
+                    f"`{without_folder(measured.against)}`; it {measured.conclusion}{displaced}."
                 )
 
 

@@ -12,6 +12,7 @@ import pandas as pd
 
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import DEFAULT_WINDOW, Layout
+from spkv_nas.artifacts.measurement import displacement_words
 from spkv_nas.evaluation.ranking import MIN_DOCUMENTS
 from spkv_nas.proposal.coverage import coverage
 from spkv_nas.report.evidence import (
@@ -174,6 +175,7 @@ def _answer(
         windows = layout.reach.removeprefix("windows ")
         heads += f" Local heads see their last keys, by letter: {windows}."
     heads += f" The loss is against {without_folder(first.against)}, without retraining."
+    heads += "".join(f" {each}." for each in displacement_words(layout.measured))
     return Verdict(("", layout.name, text), (heads, *remarks), layout, evidence)
 
 

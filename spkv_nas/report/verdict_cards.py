@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.artifacts.measurement import Measurement, loss_text, measurements
+from spkv_nas.artifacts.measurement import Measurement, displacement_words, loss_text, measurements
 from spkv_nas.evaluation.verdict import criteria, words
 from spkv_nas.report import chart
 from spkv_nas.report.formatting import capitalized, listed, short, with_minus, without_folder
@@ -208,9 +208,10 @@ def _sentences(measured: list[Measurement], record: Record) -> Iterable[str]:
     """Yield the answer about each candidate, and what the error rate rests on."""
     answers = record.get("answers", {})
     for candidate, answer in answers.items():
-        of_candidate = [row for row in measured if row.candidate == candidate]
+        of_candidate = [each for each in measured if each.candidate == candidate]
         verb, reason = words.conclusion(of_candidate, answer)
-        yield with_minus(f"{candidate} {verb}: {reason}.")
+        parts = [f"{candidate} {verb}: {reason}", *displacement_words(of_candidate)]
+        yield with_minus(f"{'; '.join(parts)}.")
     risk = record.get("risk")
     left_out = record.get("left_out")
     unknown = record.get("unrecorded", ())

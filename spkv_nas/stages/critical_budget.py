@@ -529,6 +529,9 @@ def _sentences(result: BudgetResult) -> list[str]:
     compared = result.compared
     memory = result.memory
     sentences = [_answer(result)]
+    displaced = _displacement(result)
+    if displaced:
+        sentences.append(displaced)
     order = _order(result)
     if order:
         sentences.append(order)
@@ -546,6 +549,14 @@ def _sentences(result: BudgetResult) -> list[str]:
     basis = words.basis(result.risk, shared, compared.num_left_out, selected_by, result.unrecorded)
     sentences.append(console.escape(basis))
     return sentences
+
+
+def _displacement(result: BudgetResult) -> str:
+    """Say how far the predictions at the critical budget are from the dense model's; empty if that is not known."""
+    if result.critical.passes is None:
+        return ""
+    name = result.compared.candidates[result.critical.passes].name
+    return result.displacement[name].words if name in result.displacement else ""
 
 
 def _answer(result: BudgetResult) -> str:

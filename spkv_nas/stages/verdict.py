@@ -130,6 +130,9 @@ def _sentences(result: VerdictResult) -> list[str]:
         measurements = [each for each in measured if each.candidate == name]
         verb, reason = words.conclusion(measurements, answer)
         sentences.append(f"[bold]{console.escape(name)} {verb}[/bold]: {console.escape(reason)}")
+        if name in result.displacement:
+            words_of_it = result.displacement[name].words
+            sentences.append(f"{console.escape(name)}: {words_of_it}")
     shared = words.shared_by(len(result.answers))
     basis = words.basis(result.risk, shared, compared.num_left_out, selected.by, selected.unknown)
     return [*sentences, console.escape(basis)]
