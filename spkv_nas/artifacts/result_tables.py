@@ -332,6 +332,7 @@ SCORES = ResultTable(
         _number("delta_nll_percent", -100.0),  # against full attention, paired by document
         _number("delta_nll_standard_error"),  # in percentage points
         Column("heads", default=""),  # ``Layout.words``
+        *_DISPLACEMENT,
     ),
 )
 VERDICT = ResultTable(

@@ -116,7 +116,7 @@ class Comparison:
         self._columns = torch.from_numpy(compared_columns(blocks.block_size))
         self._states = states
         self._is_possible = states.shape[-1] > 1
-        self._values = np.zeros((_NUM_VALUES, *states.shape[:2]))
+        self._values = no_values(blocks)
 
     def token_nll(self, model: PreTrainedModel, start: int, inputs: Mapping[str, Tensor]) -> Tensor:
         """Compute ``loss.token_nll`` of the blocks from ``start`` on, and compare the predictions."""
@@ -145,6 +145,12 @@ class Comparison:
     def result(self) -> dict[str, arrays.Float]:
         """Return ``VALUES`` of all blocks; ``NOTHING`` where logits depend on more than hidden states."""
         return {VALUES.name: self._values if self._is_possible else NOTHING}
+
+
+def no_values(blocks: TokenBlocks) -> arrays.Float:
+    """Return ``VALUES`` of all blocks, to be filled in."""
+    num_columns = len(compared_columns(blocks.block_size))
+    return np.zeros((_NUM_VALUES, blocks.num_blocks, num_columns))
 
 
 def compared(dense: Tensor, logits: Tensor, targets: Tensor) -> Tensor:

@@ -22,14 +22,17 @@ import torch
 from transformers import PreTrainedModel
 
 from spkv_nas.artifacts import comparison, result_tables
+from spkv_nas.artifacts.displacement import COLUMNS, STATES, VALUES, Displacement
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.base import distributed, errors
+from spkv_nas.base import arrays, distributed, errors, files
+from spkv_nas.base.arrays import read_arrays
 from spkv_nas.base.progress import SILENT, Progress, Reporter
 from spkv_nas.cost.cache_cost import layout_share
 from spkv_nas.data.batches import block_tokens, num_own_blocks, run_own_batches
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.data.tokenizer import Boundaries
-from spkv_nas.evaluation import micro_batch, paired
+from spkv_nas.evaluation import displacement, micro_batch, paired
+from spkv_nas.evaluation.displacement import Comparison, StateRecorder
 from spkv_nas.evaluation.nll import DocumentSums
 from spkv_nas.model import checkpoint, config_section, loss
 from spkv_nas.model.attention import LayerState, attention_layers
@@ -39,6 +42,7 @@ from spkv_nas.model.windows import full_attention, layout_windows
 _GROUP = 64  # layouts scored per group; a killed run loses at most one group
 
 Windows = tuple[tuple[int, ...], ...]  # window of every KV head, by layer
+_Measured = tuple[torch.Tensor, arrays.Float | None]  # token losses of blocks, and their ``VALUES``
 Visible = tuple[int, Windows]  # sink tokens of local heads, windows
 
 
@@ -60,6 +64,7 @@ def zero_shot(
     cache: Path | None = None,
     reporter: Reporter = SILENT,
     work: Work | None = None,
+    compared: list[Displacement | None] | None = None,
 ) -> list[paired.DocumentNLL]:
     """Compute the NLL by document of ``blocks`` under ``model`` with each layout on its weights, in order.
 
@@ -67,27 +72,20 @@ def zero_shot(
     local head its window and sink tokens; learned sinks of a hybrid are left out, with a warning. None is full
     attention. At most one hidden state per layer is kept of ``batch_size`` blocks. Must be called on all ranks: each
     runs its share of the blocks, and rank 0 alone reads and extends ``cache``, a folder of finished scores of this
-    model on this text (``cache_folder``). ``work`` receives what it cost. Raises ``UserError`` if there is no text, or
-    a layout is for another number of layers or KV heads.
+    model on this text (``cache_folder``). ``work`` receives what it cost, and ``compared`` how far the predictions with
+    each layout are from those with full attention, which takes a pass with it, and None for full attention. Raises
+    ``UserError`` if there is no text, or a layout is for another number of layers or KV heads.
     """
     _check(model, blocks)
     work = work or Work()
     with full_attention(model) as states:
         full = 0, tuple(state.head_windows(gated=False) for state in states)
         # Different layouts may have equal sink tokens and windows, which are scored once
-        requested = [
-            full
-            if x is None
-            else (0 if x.num_global == x.num_heads else x.sinks, tuple(layout_windows(model, x)))
-            for x in layouts
-        ]
+        requested = [full if layout is None else _visible(model, layout) for layout in layouts]
         layout_of = dict(zip(requested, layouts, strict=True))
         # Read the scores that are cached
-        read_cached = partial(read_score, cache, num_documents=len(blocks.documents))
-        cached = distributed.on_main(
-            lambda: {visible: read_cached(layout) for visible, layout in layout_of.items()}
-        )
-        scores = {visible: score for visible, score in cached.items() if score is not None}
+        reference = None if compared is None else full
+        scores = _read_scores(cache, layout_of, len(blocks.documents), reference)
         missing = sorted(layout_of.keys() - scores.keys())
         reporter.reused(len(scores), len(layout_of), "zero-shot scores")
         work.reused += len(scores)
@@ -101,16 +99,74 @@ def zero_shot(
                 progress(done, len(missing) * num_own)
 
             # Score the others in sorted groups, where neighbours share the most layers
-            for sinks, group in _groups(missing):
-                group_scores, passes = score_windows(
-                    model, states, group, blocks, batch_size=batch_size, step=step, sinks=sinks
+            for group in _groups(missing):
+                group_scores, passes = _compared_scores(
+                    model, states, group, blocks, batch_size, step, reference
                 )
                 work.passes += passes
-                for windows, score in zip(group, group_scores, strict=True):
-                    scores[sinks, windows] = score
-                    if (file := _file(cache, layout_of[sinks, windows])) is not None:
+                for visible, score in zip(group, group_scores, strict=True):
+                    scores[visible] = score
+                    if (file := _file(cache, layout_of[visible])) is not None:
                         distributed.on_main(partial(score.save, file))
-    return [scores[visible] for visible in requested]
+    if compared is not None:
+        compared += [scores[visible].displacement(blocks) for visible in requested]
+    return [scores[visible].nll for visible in requested]
+
+
+@dataclass(frozen=True)
+class _Score:
+    """NLL under a layout, and the comparison with full attention, if one was asked for."""
+
+    nll: paired.DocumentNLL
+    values: arrays.Float | None = (
+        None  # ``VALUES``; None for full attention, and where nothing is compared
+    )
+
+    def displacement(self, blocks: TokenBlocks) -> Displacement | None:
+        """Return the statistics of the comparison; None without any."""
+        return None if self.values is None else displacement.summary(blocks, [self.values])
+
+    def save(self, file: Path) -> None:
+        """Write the NLL, after the comparison, as a score is finished once its NLL is there."""
+        if self.values is not None:
+            files.write_npz(_values_file(file), {VALUES.name: self.values})
+        self.nll.save(file)
+
+
+def _read_scores(
+    cache: Path | None,
+    layout_of: Mapping[Visible, Layout | None],
+    num_documents: int,
+    reference: Visible | None,
+) -> dict[Visible, _Score]:
+    """Read the finished scores; with a ``reference``, only those that were compared with it. Call on all ranks."""
+
+    def read(visible: Visible, layout: Layout | None) -> _Score | None:
+        nll = read_score(cache, layout, num_documents)
+        if nll is None or reference is None or visible == reference:
+            return None if nll is None else _Score(nll)
+        file = _file(cache, layout)
+        try:
+            assert file is not None
+            return _Score(nll, read_arrays(_values_file(file), (VALUES,), "")[VALUES.name])
+        except errors.UserError:  # not compared yet
+            return None
+
+    found = distributed.on_main(
+        lambda: {visible: read(visible, layout) for visible, layout in layout_of.items()}
+    )
+    return {visible: score for visible, score in found.items() if score is not None}
+
+
+def _values_file(file: Path) -> Path:
+    """Return the path of the comparison beside that of a score."""
+    return file.with_name(f"{file.stem}-displacement.npz")
+
+
+def _visible(model: PreTrainedModel, layout: Layout) -> Visible:
+    """Return what the heads of a layout see; sink tokens matter only beside local heads."""
+    sinks = 0 if layout.num_global == layout.num_heads else layout.sinks
+    return sinks, tuple(layout_windows(model, layout))
 
 
 def _check(model: PreTrainedModel, blocks: TokenBlocks) -> None:
@@ -124,12 +180,12 @@ def _check(model: PreTrainedModel, blocks: TokenBlocks) -> None:
         )
 
 
-def _groups(ordered: Sequence[Visible]) -> Iterator[tuple[int, list[Windows]]]:
-    """Yield up to ``_GROUP`` windows at a time that have the same sink tokens, with these."""
-    for sinks, members in groupby(ordered, key=itemgetter(0)):
-        windows = [windows for _, windows in members]
-        for start in range(0, len(windows), _GROUP):
-            yield sinks, windows[start : start + _GROUP]
+def _groups(ordered: Sequence[Visible]) -> Iterator[list[Visible]]:
+    """Yield up to ``_GROUP`` at a time that have the same sink tokens."""
+    for _, group in groupby(ordered, key=itemgetter(0)):
+        members = list(group)
+        for start in range(0, len(members), _GROUP):
+            yield members[start : start + _GROUP]
 
 
 def cache_folder(
@@ -163,12 +219,13 @@ def score_table(
     full: paired.DocumentNLL,
     memory: Mapping[str, float],
     covered: Mapping[str, float],
+    displaced: Mapping[str, Displacement | None] | None = None,
 ) -> pd.DataFrame:
     """Return one row per layout, lowest NLL first, below a row for full attention; columns of ``SCORES``.
 
     NLL is in nats per token; its change is in percent of full attention's, with the standard error of the difference
     paired by document. ``memory`` is that of ``cache_shares``; ``covered`` is coverage in [0, 1] by name, NaN in the
-    table for a layout that has none.
+    table for a layout that has none. ``displaced`` says by name how far predictions are from full attention's.
     """
     num_heads = next(iter(layouts.values())).num_heads
     full_coverage = 100.0 if covered else np.nan
@@ -194,7 +251,11 @@ def score_table(
         nll = (scores[name].mean, change.percent, change.standard_error)
         sizes = (layout.num_global, share, 100.0 * memory[name], coverage)
         rows.append((name, layout.hash, *sizes, *nll, layout.words))
-    return pd.DataFrame(rows, columns=result_tables.SCORES.header)
+    table = pd.DataFrame(rows, columns=result_tables.SCORES.header[: -len(COLUMNS)])
+    known = [(displaced or {}).get(name) for name in table["strategy"]]
+    for column in COLUMNS:
+        table[column] = [np.nan if each is None else getattr(each, column) for each in known]
+    return table.astype({"num_compared": "Int64"})
 
 
 def score(
@@ -217,17 +278,24 @@ def score(
     Returns:
         One row for full attention and one per layout, lowest NLL first: strategy, hash, num_global, density_percent,
         kv_cache_percent (memory for one block, of full attention's), nll (nats per token), and its change from full
-        attention in percent with the standard error.
+        attention in percent with the standard error; and the columns of ``Displacement``, KL divergence and others.
 
     Raises ``UserError``: if there is no text or no layout, a layout does not fit the model, or two have the same name.
     """
     named = by_name(layouts)
     reporter = Reporter.of(progress)
+    compared: list[Displacement | None] = []
     full, *scores = zero_shot(
-        model, [None, *named.values()], blocks, batch_size=batch_size, reporter=reporter
+        model,
+        [None, *named.values()],
+        blocks,
+        batch_size=batch_size,
+        reporter=reporter,
+        compared=compared,
     )
     memory = cache_shares(model, named, blocks.block_size)
-    rows = score_table(named, dict(zip(named, scores, strict=True)), full, memory, {})
+    displaced = dict(zip(named, compared[1:], strict=True))
+    rows = score_table(named, dict(zip(named, scores, strict=True)), full, memory, {}, displaced)
     return rows.drop(columns="coverage_percent")
 
 
@@ -293,38 +361,116 @@ def score_windows(
     which yields ``states``. ``step`` receives the number of blocks that this process has run under a layout, negative
     where they have to be run again. ``sinks`` are the first tokens that local heads see. Must be called on all ranks.
     """
-    sums = [DocumentSums(blocks) for _ in ordered]
+    visible = [(sinks, windows) for windows in ordered]
+    scores, passes = _compared_scores(
+        model, states, visible, blocks, batch_size, step, reference=None
+    )
+    return [score.nll for score in scores], passes
+
+
+def _compared_scores(
+    model: PreTrainedModel,
+    states: Sequence[LayerState],
+    ordered: Sequence[Visible],
+    blocks: TokenBlocks,
+    batch_size: int,
+    step: Callable[[int], None],
+    reference: Visible | None,
+) -> tuple[list["_Score"], float]:
+    """Compute ``score_windows``, and compare each with ``reference``, which is that of full attention; None: do not."""
+    visible = [*ordered]
+    if reference is not None:  # first, as the others are compared with it
+        visible = [reference, *(each for each in ordered if each != reference)]
+    sums = {each: _Sums(blocks, is_compared=reference not in (None, each)) for each in visible}
     with _Resumable.of(
         model, block_tokens(blocks, 0, 1, input_device(model)), blocks.boundaries
     ) as decoder:
-        starts = [0, *(decoder.shared(*pair) for pair in pairwise(ordered))]
+        # Run each layout from the first layer in which it differs from the one before
+        starts = [0]
+        for (first_sinks, windows), (other_sinks, others) in pairwise(visible):
+            is_alike = first_sinks == other_sinks  # sinks matter where a layer has a native window
+            starts.append(decoder.shared(windows, others) if is_alike else 0)
+        passes = _Passes(
+            decoder=decoder,
+            states=states,
+            blocks=blocks,
+            visible=visible,
+            starts=starts,
+            compares=reference is not None,
+            num_extra=len(visible) - len(ordered),
+            step=step,
+        )
 
-        def run(_first: int, tokens: torch.Tensor) -> list[torch.Tensor]:
-            losses: list[torch.Tensor] = []
-            try:
-                # Run each layout from the first layer in which it differs from the one before
-                for i, windows in enumerate(ordered):
-                    for state, layer_windows in zip(states, windows, strict=True):
-                        state.set_windows(layer_windows, sinks)
-                    losses.append(decoder.nll(tokens, starts[i], _falling(starts[i + 1 :])).cpu())
-                    step(len(tokens))
-            except Exception:
-                step(
-                    -len(losses) * len(tokens)
-                )  # an out-of-memory error halves the batch and runs it again
-                raise
-            finally:
-                decoder.forget()
-            return losses
-
-        def add(first: int, losses: list[torch.Tensor]) -> None:
-            for document_sums, block_losses in zip(sums, losses, strict=True):
-                document_sums.add(first, block_losses)
+        def add(first: int, measured: list[_Measured]) -> None:
+            for layout_sums, (losses, values) in zip(sums.values(), measured, strict=True):
+                layout_sums.add(first, losses, values)
 
         # Run every batch, and add up the shares of the layers that were run
-        run_own_batches(run, add, blocks, batch_size, input_device(model))
-        passes = sum(decoder.share(start) for start in starts)
-    return [document_sums.result() for document_sums in sums], passes
+        run_own_batches(passes.run, add, blocks, batch_size, input_device(model))
+        num_passes = sum(decoder.share(start) for start in starts)
+    scores = {each: layout_sums.result() for each, layout_sums in sums.items()}
+    return [scores[each] for each in ordered], num_passes
+
+
+@dataclass(frozen=True)
+class _Passes:
+    """Passes over a batch of blocks, under one layout after another; the first is full attention if they compare."""
+
+    decoder: "_Resumable"
+    states: Sequence[LayerState]
+    blocks: TokenBlocks
+    visible: Sequence[Visible]
+    starts: Sequence[int]  # first layer to run of each pass
+    compares: bool
+    num_extra: int  # first passes that no score was asked for of, which ``step`` does not count
+    step: Callable[[int], None]
+
+    def run(self, first: int, tokens: torch.Tensor) -> list[_Measured]:
+        """Return what the blocks ``tokens`` [B, T] from ``first`` on give under each layout."""
+        measured: list[_Measured] = []
+        part = self.blocks.part(slice(first, first + len(tokens))) if self.compares else self.blocks
+        recorder = StateRecorder(part) if self.compares else None
+        comparison: Comparison | None = None
+        try:
+            for i, (sinks, windows) in enumerate(self.visible):
+                for state, layer_windows in zip(self.states, windows, strict=True):
+                    state.set_windows(layer_windows, sinks)
+                if recorder is not None and i > 0:
+                    comparison = Comparison(part, recorder.result()[STATES.name])
+                later = _falling(self.starts[i + 1 :])
+                losses = self.decoder.nll(tokens, self.starts[i], later, comparison or recorder)
+                values = None if comparison is None else comparison.result()[VALUES.name]
+                measured.append((losses.cpu(), values))
+                self.step(len(tokens) if i >= self.num_extra else 0)
+        except Exception:
+            # An out-of-memory error halves the batch and runs it again
+            self.step(-max(0, len(measured) - self.num_extra) * len(tokens))
+            raise
+        finally:
+            self.decoder.forget()
+        return measured
+
+
+class _Sums:
+    """Accumulator of the NLL by document under a layout, and of the comparison with full attention."""
+
+    def __init__(self, blocks: TokenBlocks, *, is_compared: bool) -> None:
+        """Begin with zero for every document and every compared token."""
+        self._by_document = DocumentSums(blocks)
+        self._values = displacement.no_values(blocks) if is_compared else None
+
+    def add(self, first: int, losses: torch.Tensor, values: arrays.Float | None) -> None:
+        """Add the token losses [B, T - 1] of consecutive blocks from ``first`` on, and their ``VALUES``, if any."""
+        self._by_document.add(first, losses)
+        if self._values is not None and values is not None:
+            self._values[:, first : first + len(losses)] = values
+
+    def result(self) -> "_Score":
+        """Return the score over all processes; call on all ranks."""
+        nll = self._by_document.result()
+        if self._values is None:
+            return _Score(nll)
+        return _Score(nll, distributed.sum_over_processes(self._values))
 
 
 def _falling(starts: Sequence[int]) -> set[int]:
@@ -397,14 +543,25 @@ class _Resumable:
         """Return the share of the decoder layers that a pass from layer ``first`` runs."""
         return 1.0 - first / len(self._layers) if first else 1.0
 
-    def nll(self, tokens: torch.Tensor, first: int, resume_depths: set[int]) -> torch.Tensor:
+    def nll(
+        self,
+        tokens: torch.Tensor,
+        first: int,
+        resume_depths: set[int],
+        comparison: StateRecorder | Comparison | None = None,
+    ) -> torch.Tensor:
         """Compute the token NLL [B, T - 1] of ``tokens`` [B, T] from layer ``first``, on the hidden state kept for it.
 
-        Hidden states at ``resume_depths`` are kept for later passes; those below ``first`` already are.
+        Hidden states at ``resume_depths`` are kept for later passes; those below ``first`` already are. ``comparison``
+        is of these blocks alone.
         """
         self._first = first
         self._resume_depths = resume_depths
-        losses = loss.token_nll(self._model, **self._boundaries.inputs(tokens))
+        inputs = self._boundaries.inputs(tokens)
+        if comparison is None:
+            losses = loss.token_nll(self._model, **inputs)
+        else:
+            losses = comparison.token_nll(self._model, 0, inputs)
         self._kept = {
             depth: hidden for depth, hidden in self._kept.items() if depth in resume_depths
         }

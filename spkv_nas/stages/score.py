@@ -3,15 +3,18 @@
 import time
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
 from spkv_nas.artifacts import defaults, result_tables
+from spkv_nas.artifacts.displacement import Displacement
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.proposal import Proposal, is_equal_memory
 from spkv_nas.base import console, distributed, errors, units
 from spkv_nas.base.progress import SILENT, Reporter
+from spkv_nas.base.workspace import Workspace
 from spkv_nas.evaluation import alarms, nll, separators
 from spkv_nas.evaluation.selected import find_selected
 from spkv_nas.evaluation.zero_shot import cache_folder, cache_shares, score_table, zero_shot
@@ -37,10 +40,8 @@ def run(options: ScoreOptions, reporter: Reporter = SILENT) -> commands.Result:
     memory = cache_shares(measured.model, proposal.layouts, measured.blocks.block_size)
     proposal.warn_of_windows(memory=memory.values())
     _announce_size(measured, len(proposal.layouts), reporter)
-    root = workspace.run_dir(family) / "zero-shot"  # shared with probes and searches
-    cache = distributed.on_main(
-        lambda: cache_folder(root, measured.model, subject.source, measured.blocks)
-    )
+    cache = _cache(workspace, family, subject, measured)
+    compared: list[Displacement | None] = []
     full_attention, *scores = zero_shot(
         measured.model,
         [None, *proposal.layouts.values()],
@@ -48,14 +49,16 @@ def run(options: ScoreOptions, reporter: Reporter = SILENT) -> commands.Result:
         batch_size=measured.batch_size,
         cache=cache,
         reporter=reporter,
+        compared=compared,
     )
+    displaced = dict(zip(proposal.layouts, compared[1:], strict=True))
     by_name = dict(zip(proposal.layouts, scores, strict=True))
     # Write the table
     circumstances = alarms.Circumstances.of(
         measured.model, measured.blocks, full_attention, measured.separator
     )
     found_alarm = alarms.alarm(circumstances, full_attention, by_name, proposal.layouts)
-    rows = score_table(proposal.layouts, by_name, full_attention, memory, covered)
+    rows = score_table(proposal.layouts, by_name, full_attention, memory, covered, displaced)
     selected = find_selected(
         workspace, proposal.layouts, near=proposal.files.values(), with_scores=False
     )
@@ -80,6 +83,14 @@ def run(options: ScoreOptions, reporter: Reporter = SILENT) -> commands.Result:
     }
     distributed.on_main(lambda: _write(result, origin, measured, reporter))
     return commands.Result(result, show, next=next_steps.after_score(options, result))
+
+
+def _cache(workspace: Workspace, family: str, subject: Subject, measured: Measured) -> Path:
+    """Return the folder of finished scores, which probes and searches share."""
+    root = workspace.run_dir(family) / "zero-shot"
+    return distributed.on_main(
+        lambda: cache_folder(root, measured.model, subject.source, measured.blocks)
+    )
 
 
 def _subject(options: ScoreOptions, table: HeadScores | None) -> Subject:

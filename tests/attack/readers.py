@@ -13,6 +13,7 @@ from helpers import RECIPE, make_comparison, make_domain_table, make_layouts, ma
 
 from attack.mutants import Reader
 from spkv_nas.artifacts.comparison import write_comparison
+from spkv_nas.artifacts.displacement import COLUMNS
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.head_tables import Gains, read_density_log
 from spkv_nas.artifacts.histogram import DocumentCounts, LogitHistogram
@@ -168,7 +169,9 @@ def make_results(name: str) -> Callable[[Path], Path]:
         write_csv(folder / "search.csv", make_search())
         write_csv(
             folder / "verdict.csv",
-            pd.DataFrame(verdict, columns=VERDICT.header).assign(p_passes=0.5, p_fails=0.5),
+            pd.DataFrame(verdict, columns=VERDICT.header[: -len(COLUMNS)]).assign(
+                p_passes=0.5, p_fails=0.5
+            ),
         )
         for record, content in records.items():
             (folder / f"{record}.yaml").write_text(json.dumps(content, indent=1))

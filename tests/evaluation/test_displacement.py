@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from contextlib import nullcontext
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from spkv_nas.data.tokenizer import SeparateDocuments
 from spkv_nas.evaluation import displacement
 from spkv_nas.evaluation.displacement import Comparison, StateRecorder, compared_columns, summary
 from spkv_nas.evaluation.nll import document_nll
+from spkv_nas.evaluation.zero_shot import Work, score, zero_shot
 from spkv_nas.model import loss
 from spkv_nas.model.windows import layout_applied
 
@@ -144,7 +146,7 @@ class TestValues:
         dense = torch.tensor([[1.0, 2.0, -math.inf], [1.0, 2.0, 3.0]])
         logits = torch.tensor([[1.0, 2.0, -math.inf], [1.0, 2.0, -math.inf]])
         values = displacement.compared(dense, logits, torch.tensor([0, 2]))
-        assert values[0].tolist() == [0.0, 1e4]
+        assert values[0].tolist() == pytest.approx([0.0, 1e4], rel=1e-3)
         assert values[1].tolist() == [1.0, 0.0]
         assert values[2, 1] == -dense[1].softmax(-1)[2]
 
@@ -164,6 +166,54 @@ class TestValues:
             columns = compared_columns(size)
             assert 120 <= len(columns) <= 128
             assert columns[-1] < size - 1
+
+
+class TestScores:
+    @pytest.mark.parametrize("separate", [False, True], ids=["joined", "separate"])
+    def test_equal_all_logits(self, separate: bool) -> None:
+        """Scores share layers between layouts; with sinks, none with full attention."""
+        model = decisive()
+        blocks = packed(separate=separate)
+        layouts = [
+            None,
+            LAYOUT,
+            Layout(("GG", "GL", "GG", "GG"), window=4),
+            replace(LAYOUT, sinks=2),
+        ]
+        compared: list[Displacement | None] = []
+        scores = zero_shot(model, layouts, blocks, batch_size=2, compared=compared)
+        plain = zero_shot(model, layouts, blocks, batch_size=2)
+        assert all(np.array_equal(a.total, b.total) for a, b in zip(scores, plain, strict=True))
+        assert compared[0] is None
+        for layout, mine in zip(layouts[1:], compared[1:], strict=True):
+            assert mine is not None
+            expected = summary(blocks, [direct(model, blocks, layout)])
+            assert expected is not None
+            assert asdict(mine) == pytest.approx(asdict(expected), rel=1e-4, abs=1e-6)
+
+    def test_scores_that_were_not_compared_are_computed_again(self, tmp_path: Path) -> None:
+        model = decisive()
+        blocks = packed()
+        first = zero_shot(model, [None, LAYOUT], blocks, cache=tmp_path)
+        results = []
+        for passes in (2.0, 0.0):
+            work = Work()
+            compared: list[Displacement | None] = []
+            again = zero_shot(
+                model, [None, LAYOUT], blocks, cache=tmp_path, work=work, compared=compared
+            )
+            assert work.passes == pytest.approx(passes, abs=0.3)
+            assert np.array_equal(again[1].total, first[1].total)
+            results.append(compared)
+        assert results[0] == results[1]
+        assert results[0][1] is not None
+
+    def test_columns_of_score(self) -> None:
+        rows = score(decisive(), packed(), {"some": LAYOUT, "all": Layout(("GG",) * 4, window=4)})
+        rows = rows.set_index("strategy")
+        assert rows["same_top"]["some"] < 100.0
+        assert rows["kl_mean"]["some"] > rows["kl_standard_error"]["some"] > 0.0
+        assert rows["kl_mean"].isna().sum() == 2  # full attention, under both names
 
 
 class TestSummary:

@@ -20,6 +20,7 @@ from marks import slow_after
 from scipy.stats import spearmanr
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from spkv_nas.artifacts.displacement import COLUMNS
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.manifest import MANIFEST
@@ -310,7 +311,9 @@ def test_table(blocks: TokenBlocks) -> None:
         change.percent,
         change.standard_error,
     ]
-    assert rows.loc["b"].tolist() == [*expected, "GL LL LG GG"]
+    measured = rows.drop(columns=list(COLUMNS))
+    assert measured.loc["b"].tolist() == [*expected, "GL LL LG GG"]
+    assert rows[list(COLUMNS)].isna().all(axis=None)  # nothing was compared
     assert rows.loc["full-attention", ["num_global", "coverage_percent"]].tolist() == [8, 100.0]
     assert score_table(layouts, scores, full, memory, {})["coverage_percent"].isna().all()
 
@@ -348,7 +351,7 @@ class TestCommand:
         assert f"{expected.mean:.4f}" in capsys.readouterr().out
         summary = yaml.safe_load((folder / "zero-shot.yaml").read_text())
         assert summary["num_tokens"] == expected.num_tokens.sum()
-        assert len(list((tmp_path / "w" / "runs" / "mine" / "zero-shot").glob("*/*.npz"))) == 3
+        assert len(list((tmp_path / "w" / "runs" / "mine" / "zero-shot").glob("*/*.npz"))) == 3 + 2
 
     def test_with_coverage_of_files(self, options: list[str], tmp_path: Path) -> None:
         table = tmp_path / "table.csv"

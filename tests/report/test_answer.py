@@ -14,6 +14,7 @@ from matplotlib.text import Text
 from matplotlib.transforms import Bbox
 
 from spkv_nas.artifacts.comparison import DENSE
+from spkv_nas.artifacts.displacement import COLUMNS
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.measurement import Measurement
 from spkv_nas.artifacts.result_tables import VERDICT
@@ -61,7 +62,9 @@ def result(path: str, margin: float, rows: dict[Layout, tuple[Any, ...]]) -> Res
             NAME: [[0, 16, 320, 2.02, 2.0], [16, 32, 300, 2.1, 2.0], [32, 64, 280, 2.06, 2.0]]
         },
     }
-    return ResultFile(Path(path), pd.DataFrame(lines, columns=VERDICT.header), record)
+    return ResultFile(
+        Path(path), pd.DataFrame(lines, columns=VERDICT.header[: -len(COLUMNS)]), record
+    )
 
 
 @pytest.fixture

@@ -49,6 +49,8 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workspace:
         candidate=["densest", "mine"], criterion="nll", unit="%", answer=["passes", "open"]
     )
     rows = rows.assign(margin=1, low=[-0.25, float("nan")], num_samples=83, more_samples=4)
+    rows = rows.assign(num_compared=900, kl_mean=[0.0123, float("nan")], kl_quantile=0.41)
+    rows = rows.assign(same_top=96.8)
     record = {
         "candidates": {"densest": "dense", "mine": "trained"},
         "against": "dense",
@@ -68,7 +70,7 @@ def test_results_of_the_layout_on_these_weights_are_said(
 ) -> None:
     assert layout_evidence(workspace, str(tmp_path / "dense"), LAYOUT) == [
         "nll: a loss of +0.500 % (interval \N{MINUS SIGN}0.250 to +0.500 %), on 83 documents, against `dense`; it "
-        "passes 1 % (nll) at a risk of 5 %.",
+        "passes 1 % (nll) at a risk of 5 %; KL divergence 0.0123 mean, 0.410 at 99.9 %; same top token 96.8 %.",
         f"{NLL}44 documents of `text` in blocks of 512 tokens, some of which the layout was selected on.",
     ]
     assert layout_evidence(workspace, "trained", LAYOUT) == [

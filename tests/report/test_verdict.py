@@ -20,6 +20,7 @@ from marks import slow_after
 from report_cases import make_evidence
 
 from spkv_nas.artifacts.comparison import DENSE, FULL_ATTENTION
+from spkv_nas.artifacts.displacement import COLUMNS
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.result_tables import SCORES
@@ -347,7 +348,9 @@ def scored(heads: dict[str, str], change: dict[str, float], **record: Any) -> Re
     ]
     content = {"num_documents": 60, "windows": dict.fromkeys(heads, 8)} | record
     return ResultFile(
-        Path("reports/any/zero-shot.csv"), pd.DataFrame(rows, columns=SCORES.header), content
+        Path("reports/any/zero-shot.csv"),
+        pd.DataFrame(rows, columns=SCORES.header[: -len(COLUMNS)]),
+        content,
     )
 
 
@@ -355,7 +358,7 @@ def judged(answer: str, name: str, layout: Layout, **recorded: Any) -> ResultFil
     """Make a verdict on a layout under any name."""
     row = (name, "nll", answer, 1.0, "%", 0.7, 0.2, 0.95, 80, None, 0.01, 1.0)
     layouts = {name: {"heads": " ".join(layout.heads), "window": layout.window, **recorded}}
-    rows = pd.DataFrame([row], columns=VERDICT_TABLE.header)
+    rows = pd.DataFrame([row], columns=VERDICT_TABLE.header[: -len(COLUMNS)])
     record = {
         "answers": {name: answer},
         "layouts": layouts,

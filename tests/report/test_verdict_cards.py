@@ -10,6 +10,7 @@ import pandas as pd
 import pytest
 from helpers import Page, make_domain_table
 
+from spkv_nas.artifacts.displacement import COLUMNS
 from spkv_nas.artifacts.result_tables import VERDICT
 from spkv_nas.report import page as report_page
 from spkv_nas.report.benchmark_sections import read_benchmarks
@@ -34,7 +35,9 @@ RECORD: dict[str, Any] = {
 
 
 def rows() -> pd.DataFrame:
-    return pd.DataFrame(ROWS, columns=VERDICT.header).astype({"more_samples": "Int64"})
+    return pd.DataFrame(ROWS, columns=VERDICT.header[: -len(COLUMNS)]).astype(
+        {"more_samples": "Int64"}
+    )
 
 
 @pytest.fixture
@@ -42,6 +45,16 @@ def section(tmp_path: Path) -> Section:
     VERDICT.write(tmp_path, rows(), RECORD)
     (section,) = read_benchmarks(tmp_path)
     return section
+
+
+def test_displacement_is_said_with_the_answer() -> None:
+    displaced = dict.fromkeys(COLUMNS, 1.0)
+    displaced |= {"num_compared": 900, "kl_mean": 0.0123, "kl_quantile": 0.41, "same_top": 96.8}
+    table = rows().assign(**displaced)
+    table.loc[1:, list(COLUMNS)] = math.nan
+    first, second, *_ = verdict_section("verdict", table, RECORD).findings
+    assert first.endswith("; KL divergence 0.0123 mean, 0.410 at 99.9 %; same top token 96.8 %.")
+    assert "KL" not in second
 
 
 def test_a_card_per_criterion(section: Section) -> None:
