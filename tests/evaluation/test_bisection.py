@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from marks import slow_after
 
-from spkv_nas.evaluation.verdict.critical_budget import Critical, critical
+from spkv_nas.evaluation.verdict.criteria import DocumentNLLs
+from spkv_nas.evaluation.verdict.critical_budget import Critical, Expected, critical
 from spkv_nas.evaluation.verdict.trial import Answer
 
 LETTERS: dict[str, Answer] = {"F": "fails", "o": "open", "P": "passes"}
@@ -157,7 +158,7 @@ def test_any_wrong_answer_is_rarer_than_the_risk(
 
         wrong += any(
             look.answer == wanted and not is_true[look.position]
-            for look in critical(number, risk, test, first, ruled_out).looks
+            for look in critical(number, risk, test, first, ruled_out.__contains__).looks
         )
     assert wrong / runs <= risk + 3 * (risk / runs) ** 0.5
 
@@ -168,7 +169,11 @@ def test_a_candidate_that_costs_rule_out_is_tested_only_on_the_way() -> None:
 
     def looked_at(ruled_out: range) -> set[int]:
         result = critical(
-            len(answers), 0.05, lambda position, level: LETTERS[answers[position]], 7, ruled_out
+            len(answers),
+            0.05,
+            lambda position, level: LETTERS[answers[position]],
+            7,
+            ruled_out.__contains__,
         )
         assert result.passes == 6
         return {look.position for look in result.looks}
@@ -176,3 +181,18 @@ def test_a_candidate_that_costs_rule_out_is_tested_only_on_the_way() -> None:
     assert looked_at(range(0)) == {7, 6, 5, 4}
     assert looked_at(range(5)) == {7, 6, 5}
     assert looked_at(range(7)) == {7, 6, 5}
+
+
+@pytest.mark.parametrize(("loss", "number"), [(1.5, 9), (0.95, 8), (0.5, 3)])
+def test_the_loss_of_a_budget_that_fails_corrects_the_costs_of_the_next(
+    loss: float, number: int
+) -> None:
+    """Below a budget that failed by 1.5 % at a cost of 1 %, one was measured whose cost was 1.4 %."""
+    costs = [4.0, 3.0, 2.6, 2.45, 2.2, 2.0, 1.6, 1.4, 1.0, 0.8]
+    for position in range(9):
+        pairs = {"nll": np.array([[100.0 + loss * costs[position + 1], 100.0]] * 32)}
+        expected = Expected([(DocumentNLLs(), 1.0)], costs, {position + 1: pairs})
+        assert expected.rules_out(position, {position + 1: "fails"}) == (position < number)
+        assert expected.rules_out(position, {position + 1: "open"}) == (position < 3)
+        unknown = Expected([(DocumentNLLs(), 1.0)], None, {position + 1: pairs})
+        assert not unknown.rules_out(position, {position + 1: "fails"})

@@ -12,16 +12,17 @@ one does not pass.
 
 A second bisection finds the largest candidate that fails in the same way, in the opposite direction. Both look at the
 same candidates until one is open. A candidate that only one of them looks at gets only this one's answer. The second
-may leave candidates out that were not measured, as if they were open: its tests then reject less, never more. So may
-the further candidates leave out those that are ruled out by something else than the samples, such as costs.
+may leave candidates out that were not measured, as if they were open: its tests then reject less, never more. For the
+same reason the further candidates may end at any one of them, whether costs or the samples so far make it hopeless.
 """
 
 import math
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
+import numpy as np
 import pandas as pd
 
 from spkv_nas.artifacts.displacement import Displacement
@@ -46,6 +47,9 @@ Test = Callable[[int, float], Answer]  # position, level -> answer
 # Margins above which a layout's recorded cost rules it out where only unordered losses could let it pass. The costs of
 # a small model were 0.9 to 1.5 times its losses
 RULED_OUT = 2.5
+# Margins above which a loss that neighbours predict does so, too. Losses of neighbours have nearly the same ratio to
+# their costs
+_UNLIKELY = 1.25
 
 
 class Chooser(Protocol):
@@ -91,7 +95,11 @@ class Critical:
 
 
 def critical(
-    number: int, risk: float, test: Test, first: int | None = None, ruled_out: Collection[int] = ()
+    number: int,
+    risk: float,
+    test: Test,
+    first: int | None = None,
+    is_ruled_out: Callable[[int], bool] = lambda _: False,
 ) -> Critical:
     """Look for the smallest candidate that passes, and for the largest that fails, by testing candidates at a level.
 
@@ -100,7 +108,7 @@ def critical(
 
     One bisection would miss a smaller candidate that passes where the losses do not fall from position to position. So
     the two candidates below the answer are tested, the nearer one by bisection, and those below as long as they pass;
-    but none below the nearer one that is ``ruled_out``, which must not depend on the samples either.
+    but not from one below the nearer one on that ``is_ruled_out``.
     """
     looks: dict[int, Look] = {}
 
@@ -119,7 +127,7 @@ def critical(
         number, risk, lambda position, level: look(position, level, "passes"), first
     )
     below = high - 2
-    while high < number and below >= 0 and below not in ruled_out and look(below, left, "passes"):
+    while high < number and below >= 0 and not is_ruled_out(below) and look(below, left, "passes"):
         below -= 1
     # Largest that fails, and those below it that were measured
     measured = frozenset(looks)
@@ -234,13 +242,12 @@ def find_critical_budget(
     """
     layouts = [each.layout for each in candidates if each.layout is not None]
     first = first_by_costs(trial.margins, layouts, nll)
-    ruled_out = ruled_out_by_costs(trial.margins, layouts, nll)
     candidates = list(candidates)
     measured: dict[int, Pairs] = {}
+    expected = Expected(trial.margins, costs_in_percent(layouts, nll), measured)
+    names = _budget_names(layouts, memories)
     with reporter.bar("comparing", ROUNDS) as bar:
-        course = _Course(
-            trial, candidates, _budget_names(layouts, memories), bar, first, ruled_out, chooser
-        )
+        course = _Course(trial, candidates, names, bar, first, expected, chooser)
 
         def test(position: int, level: float) -> Answer:
             """Measure a budget until its answer at a level is known; keep the larger number of samples."""
@@ -263,7 +270,7 @@ def find_critical_budget(
             course.answers[position] = answer
             return answer
 
-        bisection = critical(len(layouts), risk, test, first, ruled_out)
+        bisection = critical(len(layouts), risk, test, first, course.rules_out)
     return _outcome(trial, candidates, risk, layouts, bisection, measured, memories)
 
 
@@ -355,22 +362,64 @@ def first_by_costs(
 
     ``nll`` is the dense model's, in nats per token as the costs.
     """
-    margin = next((margin for criterion, margin in margins if criterion.name == "nll"), None)
-    costs = [layout.provenance.get("cost") for layout in layouts]
-    if nll is None or margin is None or not all(isinstance(cost, float) for cost in costs):
+    margin = _nll_margin(margins)
+    costs = costs_in_percent(layouts, nll)
+    if margin is None or costs is None:
         return None
-    passing = (
-        index
-        for index, cost in enumerate(costs)
-        if 100.0 * float(str(cost)) <= factor * margin * nll
-    )
+    passing = (index for index, cost in enumerate(costs) if cost <= factor * margin)
     return next(passing, len(layouts) - 1)
 
 
-def ruled_out_by_costs(margins: Margins, layouts: Sequence[Layout], nll: float | None) -> range:
-    """Return the first layouts, whose recorded costs are above ``RULED_OUT`` margins of NLL; none if unknown."""
-    cheap_enough = first_by_costs(margins, layouts, nll, RULED_OUT)
-    return range(cheap_enough or 0)
+def costs_in_percent(layouts: Sequence[Layout], nll: float | None) -> list[float] | None:
+    """Return the recorded costs of layouts in percent of the dense model's ``nll``; None if one is unknown."""
+    costs = [layout.provenance.get("cost") for layout in layouts]
+    if nll is None or not all(isinstance(cost, float) for cost in costs):
+        return None
+    return [100.0 * float(str(cost)) / nll for cost in costs]
+
+
+def _nll_margin(margins: Margins) -> float | None:
+    """Return the margin of NLL in percent; None if it is no criterion."""
+    return next((margin for criterion, margin in margins if criterion.name == "nll"), None)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Losses that are expected of budgets, from their costs and the losses of budgets that were measured."""
+
+    margins: Margins
+    costs: Sequence[float] | None  # in percent of the NLL, by position; None: unknown
+    measured: Mapping[int, Pairs]  # by position
+
+    def rules_out(self, position: int, answers: Mapping[int, Answer]) -> bool:
+        """Return whether only losses that do not fall with the budget could let a position pass.
+
+        The loss of the next position corrects its costs where that one fails. Where it is open, this one may be the
+        largest that fails.
+        """
+        margin = _nll_margin(self.margins)
+        if self.costs is None or margin is None:
+            return False
+        if self.costs[position] > RULED_OUT * margin:
+            return True
+        if answers.get(position + 1) != "fails":
+            return False
+        return self.costs[position] * self._loss_by_cost(position + 1) > _UNLIKELY * margin
+
+    def exceeds_margin(self, position: int, measured: int) -> bool:
+        """Return whether the cost of a position, corrected by the loss of a measured one, exceeds the margin."""
+        margin = _nll_margin(self.margins)
+        if self.costs is None or margin is None or measured not in self.measured:
+            return False
+        return self.costs[position] * self._loss_by_cost(measured) > margin
+
+    def _loss_by_cost(self, position: int) -> float:
+        """Return the ratio of the loss of a position to its cost; 1 if it was not measured."""
+        assert self.costs is not None
+        pairs = self.measured.get(position, {}).get("nll", np.empty((0, 2)))
+        test = next(criterion.test for criterion, _ in self.margins if criterion.name == "nll")
+        cost = self.costs[position]
+        return test.loss(pairs) / cost if len(pairs) and cost > 0.0 else 1.0
 
 
 @dataclass(frozen=True)
@@ -382,7 +431,7 @@ class _Course:
     names: Sequence[str]  # of the budgets, for people
     bar: Bar
     first: int | None
-    ruled_out: Collection[int]
+    expected: Expected
     chooser: Chooser | None
     answers: dict[int, Answer] = field(default_factory=dict)
     chosen: dict[int, float] = field(
@@ -406,6 +455,10 @@ class _Course:
         layout = self.chooser.choose(position, tell)
         self.chosen.setdefault(position, 0.0)
         return layout
+
+    def rules_out(self, position: int) -> bool:
+        """Return whether a position is not worth a look, by the answers so far (``Expected``)."""
+        return self.expected.rules_out(position, self.answers)
 
     def teller(self, position: int) -> Callable[[float, Answer | None, str], None]:
         """Return what shows the progress of measuring a candidate."""
@@ -439,7 +492,8 @@ class _Course:
         """Return the candidates without an answer that the bisection is going to look at, if the others are likely.
 
         From the smallest that passes on all are taken to pass, and below the largest that does not none. Between these
-        two the first look, which costs or the middle chose, is where passing begins.
+        two passing begins at the first look, which costs or the middle chose, or at the first budget that passes by
+        costs which the loss of a measured one corrects.
         """
         number = len(self.candidates)
         high = min(
@@ -455,6 +509,8 @@ class _Course:
         )
         middle = (low + high + 1) // 2 if self.first is None else self.first
         border = min(max(middle, low + 1), high)
+        while border < high and self.expected.exceeds_margin(border, low):
+            border += 1
         looked_at: dict[int, Answer] = {}
 
         def test(position: int, _: float) -> Answer:
@@ -462,5 +518,5 @@ class _Course:
             likely: Answer = "passes" if position >= border else "open"
             return looked_at.setdefault(position, answers.get(position, likely))
 
-        critical(number, 1.0, test, self.first, self.ruled_out)
+        critical(number, 1.0, test, self.first, self.rules_out)
         return [position for position in looked_at if position not in answers]
