@@ -220,8 +220,10 @@ class WindowProblem:
         """Return the row by which heads take at most ``limit`` bytes."""
         sizes = self.sizes * self._is_head[..., None]
         sizes[list(self.native_layers)] = 0.0
-        unit = float(self.sizes.max())  # HiGHS satisfies a row to 1e-6 only
-        return Rows(self._wide(sizes.reshape(1, -1) / unit), -np.inf, limit / unit)
+        # HiGHS satisfies a row to 1e-6 only
+        unit = float(self.sizes.max())
+        left = self._wide(sizes.reshape(1, -1) / unit)
+        return Rows(left, -np.inf, limit / unit)
 
     def _largest_row(self, costs: arrays.Float) -> Rows:
         """Return the rows by which the last variable is at least each of the sums of ``costs`` [R, choices]."""
@@ -281,7 +283,8 @@ class WindowProblem:
         """Return rows over the choices, padded with zeros for the other variables."""
         layers, heads, kinds = self._shape
         width = layers * heads * kinds + kinds + 1
-        padding = scipy.sparse.csr_array((left.shape[0], width - left.shape[1]))
+        num_rows, num_columns = left.shape
+        padding = scipy.sparse.csr_array((num_rows, width - num_columns))
         return scipy.sparse.hstack([left, padding], "csr")
 
 

@@ -347,7 +347,7 @@ def _mask(heads: str, table: head_scores.HeadScores) -> arrays.Mask | None:
     return np.array([[letter == "G" for letter in row.ljust(width)] for row in rows])
 
 
-def _number(value: Any) -> float:
+def _number(value: float | None) -> float:
     """Return a recorded number; NaN for a missing one."""
     return math.nan if value is None else float(value)
 

@@ -7,7 +7,7 @@ which keeps thousands of cells short.
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element
@@ -18,6 +18,7 @@ from matplotlib.backend_bases import GraphicsContextBase, RendererBase
 from matplotlib.colors import to_hex
 from matplotlib.path import Path
 from matplotlib.transforms import Affine2D, Bbox, Transform
+from numpy.typing import NDArray
 
 from spkv_nas.artifacts.layout import GLOBAL, Layout
 from spkv_nas.artifacts.score_kind import Measure
@@ -97,7 +98,7 @@ class PageRenderer(RendererBase):
         # Find the shape, the style and the centres
         shape = marker_path.transformed(marker_trans + Affine2D().scale(1, -1))
         style = _style(gc, rgbFace)
-        centres: Any = path.transformed(trans + self._flip).vertices
+        centres = np.asarray(path.transformed(trans + self._flip).vertices)
         codes: Any = shape.codes
         is_round = bool(np.isin(Path.CURVE4, codes))
         radius = shape.get_extents().width / 2
@@ -122,7 +123,11 @@ class PageRenderer(RendererBase):
                 self._path(style, _commands(shape.transformed(mark)))
 
     def _dots(
-        self, style: dict[str, str], centres: Any, radius: float, reference: dict[str, str]
+        self,
+        style: dict[str, str],
+        centres: NDArray[np.float64],
+        radius: float,
+        reference: dict[str, str],
     ) -> None:
         """Write dots without tooltips as one path, whose round line ends are the dots."""
         shades = {
@@ -221,7 +226,7 @@ def _style(gc: GraphicsContextBase, face: Any) -> dict[str, str]:
     return style
 
 
-def _alpha(colour: Any, opacity: float | None) -> float:
+def _alpha(colour: Sequence[float] | None, opacity: float | None) -> float:
     """Return the opacity of a colour, RGB or RGBA, where no ``opacity`` overrides it; 0 for no colour."""
     if colour is None:
         return 0.0

@@ -29,6 +29,19 @@ _COMPARED = {
 # Titles of the columns, and groups of rows
 Table = tuple[tuple[str, ...], list[tuple[chart.Row, ...]]]
 _NAMES = {FULL_ATTENTION: "full-attention, the control", DENSE: "dense, as it is"}
+# Titles and meanings of terms of pages with results
+_RESULT_TERMS = {
+    "control": (
+        "Control",
+        "Full attention, retrained like the layouts: what differs from it is due to the layout, not to retraining.",
+    ),
+    "dense": ("Dense model as it is", "The checkpoint before any retraining."),
+    "delta": (
+        "Δ NLL",
+        "Change of the negative log-likelihood per token on held-out text, in percent, against the dense model as "
+        "it is or the control, as said beside it; lower is better. ± is one standard error over documents.",
+    ),
+}
 
 
 def key_numbers(inputs: ReportInputs, verdict: Verdict) -> list[tuple[str, str, str]]:
@@ -186,7 +199,7 @@ def provenance(inputs: ReportInputs) -> list[tuple[str, list[tuple[str, str]]]]:
     return [(heading, pairs) for heading, pairs in sections if pairs]
 
 
-def _flatten(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+def _flatten(value: object, key: str = "") -> Iterator[tuple[str, str]]:
     """Yield nested mappings as (dotted key, text); lists of plain values are one line."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
@@ -304,18 +317,6 @@ def glossary(
         if table.histogram:
             meaning += " At thresholds other than the probe's, densities are interpolated from its histogram."
         terms["tau"] = ("Threshold τ", meaning)
-    # Terms of results
-    if inputs.comparison is None and inputs.search is None:
-        return terms
-    return terms | {
-        "control": (
-            "Control",
-            "Full attention, retrained like the layouts: what differs from it is due to the layout, not to retraining.",
-        ),
-        "dense": ("Dense model as it is", "The checkpoint before any retraining."),
-        "delta": (
-            "Δ NLL",
-            "Change of the negative log-likelihood per token on held-out text, in percent, against the dense model as "
-            "it is or the control, as said beside it; lower is better. ± is one standard error over documents.",
-        ),
-    }
+    if inputs.comparison is not None or inputs.search is not None:
+        terms |= _RESULT_TERMS
+    return terms
