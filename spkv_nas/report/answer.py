@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.artifacts.measurement import Answer, Measurement, loss_text
+from spkv_nas.artifacts.measurement import Answer, Measurement, PositionLoss, loss_text
 from spkv_nas.report import chart, density_charts
 from spkv_nas.report.chart import Chart, Line, Mark, Panels, Points, Rule
 from spkv_nas.report.evidence import VERDICT, Evidence, Result, all_evidence
@@ -162,14 +162,8 @@ def position_chart(verdict: Verdict) -> Chart | None:
         return None
     names = [f"{row.start:,}" for row in rows]
     losses = tuple(row.loss for row in rows)
-    tips = tuple(
-        with_minus(
-            f"tokens with {row.start:,} to {row.end - 1:,} of their own text before them\n"
-            f"{loss_text(row.loss)} %, {row.num_tokens:,} tokens"
-        )
-        for row in rows
-    )
-    places = tuple(map(float, range(len(rows))))
+    tips = tuple(_position_tip(row) for row in rows)
+    places = chart.numbers(range(len(rows)))
     return Chart(
         "loss-position",
         "Loss by position in the text",
@@ -178,4 +172,12 @@ def position_chart(verdict: Verdict) -> Chart | None:
         (Line(places, losses), Points(places, losses, tips=tips)),
         note=f"Of {verdict.layout.name}, on the documents of its verdict; each point covers positions up to the next.",
         height=300.0,
+    )
+
+
+def _position_tip(row: PositionLoss) -> str:
+    """Return the tooltip of a loss by position."""
+    return with_minus(
+        f"tokens with {row.start:,} to {row.end - 1:,} of their own text before them\n"
+        f"{loss_text(row.loss)} %, {row.num_tokens:,} tokens"
     )

@@ -8,6 +8,7 @@ which keeps thousands of cells short.
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element
@@ -341,46 +342,66 @@ def _window_meanings(layout: Layout) -> dict[str, str]:
 
 def draw_map(chart: Chart, cells: Heatmap) -> Element:
     """Return a chart's cells with the names of its rows and columns."""
-    # Compute the sizes
-    columns = len(cells.values[0])
-    rows = len(cells.values)
-    if cells.written:
-        step = float(min(48, max(26, _WIDEST // columns)))
-        left = _LEFT
-        top = 4.0
-        foot = 20
-    else:
-        step = 18.0
-        left = 20.0 if chart.y.ticks else 0.0
-        top = 6.0
-        foot = 18 if chart.x.ticks else 4
-    width = left + columns * step + 4
-    height = top + rows * step + foot
-    root = svg(chart, "map" if cells.written else "small", width, height)
-    root.set("width", px(width if cells.written else 1.4 * width))
+    sizes = _MapSizes.of(chart, cells)
+    root = svg(chart, "map" if cells.written else "small", sizes.width, sizes.height)
+    root.set("width", px(sizes.width if cells.written else 1.4 * sizes.width))
     # Draw the cells, with their values or the marks of a layout
-    place = f"translate({px(left)} {px(top)}) scale({px(step)})"
+    corner = f"{px(sizes.left)} {px(sizes.top)}"
+    place = f"translate({corner}) scale({px(sizes.step)})"
     group = add(root, "g", class_="cells", transform=place)
     if cells.same_as:
         add(group, "use", href=f"#{cells.same_as}-cells")
     else:
         _draw_cells(add(group, "g", id=f"{chart.name}-cells"), cells)
     if cells.written:
-        root.set("data-map", f"{columns} {px(step)} {px(left)} {px(top)}")
-        root.set("height", px(height))
+        columns = len(cells.values[0])
+        root.set("data-map", f"{columns} {px(sizes.step)} {corner}")
+        root.set("height", px(sizes.height))
     else:
         _mark_chosen(group, cells)
     if cells.written or cells.letters:
-        _write_values(add(root, "g", class_="values"), cells, step, left, top)
+        _write_values(add(root, "g", class_="values"), cells, sizes)
     # Write the names of columns and rows, each at the middle of a cell
     middle = _FILLED / 2
-    columns_at = [(left + (value + middle) * step, text) for value, text in chart.x.ticks]
-    along(root, columns_at, class_="tick", y=height - 5, text_anchor="middle")
-    x = left - 8 if cells.written else 14
+    columns_at = [
+        (sizes.left + (value + middle) * sizes.step, text) for value, text in chart.x.ticks
+    ]
+    along(root, columns_at, class_="tick", y=sizes.height - 5, text_anchor="middle")
+    x = sizes.left - 8 if cells.written else 14
     for value, text in chart.y.ticks:
-        y = top + (value + middle) * step
+        y = sizes.top + (value + middle) * sizes.step
         add(root, "text", text, class_="tick", x=x, y=y, dy=".35em", text_anchor="end")
     return root
+
+
+@dataclass(frozen=True)
+class _MapSizes:
+    """Lengths of a map, in points."""
+
+    step: float  # width and height of a cell
+    left: float  # left edge of the cells
+    top: float  # upper edge of the cells
+    width: float  # width of the map
+    height: float  # height of the map
+
+    @classmethod
+    def of(cls, chart: Chart, cells: Heatmap) -> "_MapSizes":
+        """Fit a map to its cells: large ones are written into, small ones are a layout's picture."""
+        columns = len(cells.values[0])
+        rows = len(cells.values)
+        if cells.written:
+            step = float(min(48, max(26, _WIDEST // columns)))
+            left = _LEFT
+            top = 4.0
+            foot = 20
+        else:
+            step = 18.0
+            left = 20.0 if chart.y.ticks else 0.0
+            top = 6.0
+            foot = 18 if chart.x.ticks else 4
+        width = left + columns * step + 4
+        height = top + rows * step + foot
+        return cls(step, left, top, width, height)
 
 
 def _draw_cells(group: Element, cells: Heatmap) -> None:
@@ -399,18 +420,18 @@ def _draw_cells(group: Element, cells: Heatmap) -> None:
         add(group, "path", d=path, stroke=shade)
 
 
-def _write_values(group: Element, cells: Heatmap, step: float, left: float, top: float) -> None:
+def _write_values(group: Element, cells: Heatmap, sizes: _MapSizes) -> None:
     """Write the value or the letter of every cell, as one element per row and colour of text."""
     for row, values in enumerate(cells.values):
         texts: dict[str, list[tuple[float, str]]] = defaultdict(list)
         for column, value in enumerate(values):
             if math.isnan(value):
                 continue
-            x = left + round((column + _FILLED / 2) * step)
+            x = sizes.left + round((column + _FILLED / 2) * sizes.step)
             text = cells.letters[row][column] if cells.letters else cells.scale.text(value)
             _, ink_class = _look(cells, value)
             texts[ink_class].append((x, text))
-        y = top + (row + _FILLED / 2) * step + 4
+        y = sizes.top + (row + _FILLED / 2) * sizes.step + 4
         for ink_class, line in texts.items():
             along(group, line, class_=ink_class, y=y)
 
