@@ -13,6 +13,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from spkv_nas.base.errors import UserError, shortened
 
+Converters = Mapping[str, Callable[[Any], Any]]  # by the name of a class
 _UNFIT: Any = object()  # returned for a value that is not of a kind
 _WORDS: dict[Any, str] = {
     int: "a whole number",
@@ -27,7 +28,7 @@ def convert(
     what: str,
     kind: Any,
     value: Any,
-    converters: Mapping[str, Callable[[Any], Any]] | None = None,
+    converters: Converters | None = None,
     remedy: str = "",
 ) -> Any:
     """Return ``value`` as ``kind``, an annotation such as ``int | None`` or ``Sequence[Layout]``.
@@ -35,60 +36,74 @@ def convert(
     ``kind`` is a class, union, literal, or container of these. ``converters``, by class name, make an instance from
     other objects, or return them unchanged. Raises ``UserError``, with a ``remedy``, if the value is of another kind.
     """
-    kinds = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+    kinds = _kinds(kind)
     converters = converters or {}
     # Try every kind unconverted first: a value of one of the kinds is not converted to another
-    tables: tuple[Mapping[str, Callable[[Any], Any]], ...] = ({}, converters)
-    for convert_with in tables:
-        for option in kinds:
-            name = getattr(option, "__name__", "")
-            made = convert_with[name](value) if name in convert_with else value
-            if (result := _as(what, option, made, converters, remedy)) is not _UNFIT:
+    for option in kinds:
+        result = _as(what, option, value, converters, remedy)
+        if result is not _UNFIT:
+            return result
+    for option in kinds:
+        name = getattr(option, "__name__", "")
+        if name in converters:
+            result = _as(what, option, converters[name](value), converters, remedy)
+            if result is not _UNFIT:
                 return result
     # Describe the expected kind and the value in an error
     expected = " or ".join(dict.fromkeys(_word(option) for option in kinds))
     is_short = isinstance(value, Real | str | NoneType)
     description = shortened(repr(value), 80) if is_short else _article(type(value).__name__)
-    raise UserError(
-        f"{what} must be {expected}; found {description}{f': {remedy}' if remedy else ''}"
-    )
+    message = f"{what} must be {expected}; found {description}"
+    raise UserError(f"{message}: {remedy}" if remedy else message)
 
 
-def _as(
-    what: str, kind: Any, value: Any, converters: Mapping[str, Callable[[Any], Any]], remedy: str
-) -> Any:
+def _kinds(kind: Any) -> tuple[Any, ...]:
+    """Return the members of a union, or a single kind."""
+    return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+
+
+def _as(what: str, kind: Any, value: Any, converters: Converters, remedy: str) -> Any:
     """Return ``value`` as one kind, or ``_UNFIT``."""
     origin = get_origin(kind) or kind
-    is_text = isinstance(value, str | bytes)
     # Compare kinds that are not classes by rules of their own
     if origin is Any:
         return value
     if origin is Literal:
-        return (
-            value
-            if any(value is each or (is_text and value == each) for each in get_args(kind))
-            else _UNFIT
-        )
+        return value if _is_one_of(value, get_args(kind)) else _UNFIT
     if origin in (int, float, bool):
         return _number(origin, value)
     if origin is Callable or getattr(origin, "_is_protocol", False):
         return value if callable(value) else _UNFIT
     # Check the class, then convert the items of a container
-    if not isinstance(value, origin) or (is_text and origin is Sequence):
+    if not isinstance(value, origin):
         return _UNFIT
     if origin is Sequence:
-        (item,) = get_args(kind)
-        return [
-            convert(f"{what}[{index}]", item, each, converters, remedy)
-            for index, each in enumerate(value)
-        ]
+        return _items(what, kind, value, converters, remedy)
     if origin is Mapping:
         _, item = get_args(kind)
         return {
-            key: convert(f"{what}[{key!r}]", item, each, converters, remedy)
-            for key, each in value.items()
+            key: convert(f"{what}[{key!r}]", item, element, converters, remedy)
+            for key, element in value.items()
         }
     return value
+
+
+def _is_one_of(value: Any, literals: Sequence[Any]) -> bool:
+    """Return whether a value is a literal, or a text that equals one."""
+    if isinstance(value, str | bytes) and value in literals:
+        return True
+    return any(value is literal for literal in literals)
+
+
+def _items(what: str, kind: Any, value: Sequence[Any], converters: Converters, remedy: str) -> Any:
+    """Return the items of a sequence as those of its kind, or ``_UNFIT`` for text, which is a sequence in Python."""
+    if isinstance(value, str | bytes):
+        return _UNFIT
+    (item,) = get_args(kind)
+    return [
+        convert(f"{what}[{index}]", item, element, converters, remedy)
+        for index, element in enumerate(value)
+    ]
 
 
 def _number(kind: type, value: Any) -> Any:
@@ -113,9 +128,8 @@ def _word(kind: Any) -> str:
         return " or ".join(map(repr, get_args(kind)))
     origin = get_origin(kind) or kind
     if origin in (Sequence, Iterable, Mapping):
-        item = get_args(kind)[-1]
-        items = get_args(item) if get_origin(item) in (Union, UnionType) else (item,)
-        return f"a {origin.__name__.lower()}, each item {' or '.join(map(_word, items))}"
+        items = " or ".join(_word(item) for item in _kinds(get_args(kind)[-1]))
+        return f"a {origin.__name__.lower()}, each item {items}"
     if origin is PathLike:
         return "a path"
     other = "a function" if origin is Callable else _article(getattr(origin, "__name__", "value"))
@@ -123,4 +137,6 @@ def _word(kind: Any) -> str:
 
 
 def _article(name: str) -> str:
-    return f"{'an' if name[0] in 'AEIOU' or name == 'ndarray' else 'a'} {name}"
+    """Return the name of a class with its article."""
+    begins_with_vowel = name[0] in "AEIOU" or name == "ndarray"
+    return f"an {name}" if begins_with_vowel else f"a {name}"

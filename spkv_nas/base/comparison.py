@@ -1,5 +1,6 @@
 """Compare results by value, where a dataclass's own comparison fails on arrays and data frames."""
 
+import math
 from dataclasses import fields
 from typing import Any
 
@@ -25,23 +26,23 @@ class ComparedByValue:
 def _is_equal(first: Any, second: Any) -> bool:
     """Return whether two values are equal, inside containers too; NaN equals NaN."""
     if isinstance(first, np.ndarray) or isinstance(second, np.ndarray):
-        arrays = np.asarray(first), np.asarray(second)
-        has_missing = all(array.dtype.kind in "fc" for array in arrays)
-        return arrays[0].dtype == arrays[1].dtype and np.array_equal(*arrays, equal_nan=has_missing)
-    if hasattr(first, "equals") or hasattr(
-        second, "equals"
-    ):  # of pandas, which not every command imports
+        return _are_equal_arrays(np.asarray(first), np.asarray(second))
+    # Tables of pandas, which not every command imports
+    if hasattr(first, "equals") or hasattr(second, "equals"):
         return type(first) is type(second) and bool(first.equals(second))
     if isinstance(first, dict) and isinstance(second, dict):
-        return first.keys() == second.keys() and all(
-            _is_equal(first[key], second[key]) for key in first
-        )
+        has_equal_keys = first.keys() == second.keys()
+        return has_equal_keys and all(_is_equal(first[key], second[key]) for key in first)
     if isinstance(first, list | tuple) and type(first) is type(second):
         return len(first) == len(second) and all(map(_is_equal, first, second))
-    is_missing = (
-        isinstance(first, float)
-        and isinstance(second, float)
-        and first != first
-        and second != second
-    )
-    return is_missing or bool(first == second)
+    if isinstance(first, float) and isinstance(second, float) and math.isnan(first):
+        return math.isnan(second)
+    return bool(first == second)
+
+
+def _are_equal_arrays(first: np.ndarray, second: np.ndarray) -> bool:
+    """Return whether two arrays have equal dtypes and values; NaN equals NaN."""
+    if first.dtype != second.dtype:
+        return False
+    may_have_nan = first.dtype.kind in "fc"
+    return np.array_equal(first, second, equal_nan=may_have_nan)

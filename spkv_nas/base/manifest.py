@@ -44,31 +44,31 @@ def write_manifest(
     Hidden files, such as remains of an interrupted write, are left out. Files named in ``known_hashes`` are copies,
     whose hashes were computed on the originals; the others are read. ``origin`` says what the folder was made from.
     """
-    files = sorted(
-        p
-        for p in folder.rglob("*")
-        if p.is_file() and p.name != MANIFEST and not p.name.startswith(".")
-    )
-    hashes = dict.fromkeys((p.relative_to(folder).as_posix() for p in files), "") | dict(
-        known_hashes or {}
-    )
+    hashes = dict.fromkeys(_file_names(folder), "") | dict(known_hashes or {})
     unhashed = [name for name, value in hashes.items() if not value]
     try:
         hashes |= zip(unhashed, file_hashes(folder / name for name in unhashed), strict=True)
     except OSError as error:
         raise UserError(f"cannot read checkpoint {folder} back: {first_line(error)}") from error
-    write_json(
-        folder / MANIFEST, {"sha256": hashes, **({} if origin is None else {_ORIGIN: dict(origin)})}
-    )
+    content: dict[str, Any] = {"sha256": hashes}
+    if origin is not None:
+        content[_ORIGIN] = dict(origin)
+    write_json(folder / MANIFEST, content)
+
+
+def _file_names(folder: Path) -> list[str]:
+    """Return the files of a folder that a manifest lists, relative to it."""
+    files = []
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and path.name != MANIFEST and not path.name.startswith("."):
+            files.append(path.relative_to(folder).as_posix())
+    return files
 
 
 def read_origin(folder: Path) -> Any:
     """Return what the manifest of ``folder`` says that it was made from; None if it does not say, or is missing."""
-    return (
-        read_json(folder / MANIFEST, "manifest").get(_ORIGIN)
-        if (folder / MANIFEST).is_file()
-        else None
-    )
+    file = folder / MANIFEST
+    return read_json(file, "manifest").get(_ORIGIN) if file.is_file() else None
 
 
 def read_manifest(folder: Path, what: str = "checkpoint") -> dict[str, str]:
@@ -84,11 +84,8 @@ def read_manifest(folder: Path, what: str = "checkpoint") -> dict[str, str]:
     for name, expected in hashes.items():
         if not isinstance(expected, str) or _HEX.fullmatch(expected) is None:
             raise UserError(f"{where} has no SHA-256 for {name[:100]!r}")
-        if (
-            not name.isprintable()
-            or "\\" in name
-            or not {"", ".", ".."}.isdisjoint(name.split("/"))
-        ):
+        leads_out = "\\" in name or not {"", ".", ".."}.isdisjoint(name.split("/"))
+        if leads_out or not name.isprintable():
             raise UserError(f"{where} names {name[:100]!r}, which is not a file below it")
     return hashes
 
@@ -106,17 +103,10 @@ def manifest_checked(
     folder: Path, names: Collection[str] | None = None, *, what: str = "checkpoint"
 ) -> Iterator[None]:
     """Check the manifest in the background while the block reads the files; damage replaces the block's error."""
-    hashes = read_manifest(folder, what) if (folder / MANIFEST).exists() else {}
-    # Refuse a folder with added or missing files
-    added = (
-        sorted(p.name for p in folder.iterdir() if _is_read(p.name) and p.name not in hashes)
-        if hashes
-        else []
-    )
-    if added:
-        raise UserError(
-            f"{what} {folder}: {added[0]} is not listed in its {MANIFEST}: it was added later\n{_REMEDY}"
-        )
+    hashes = {}
+    if (folder / MANIFEST).exists():
+        hashes = read_manifest(folder, what)
+        _refuse_added(folder, hashes, what)
     expected = {name: value for name, value in hashes.items() if names is None or name in names}
     missing = [name for name in expected if not (folder / name).is_file()]
     if missing:
@@ -129,6 +119,15 @@ def manifest_checked(
             _compare(folder, expected, wait, what)
             raise
         _compare(folder, expected, wait, what)
+
+
+def _refuse_added(folder: Path, hashes: Collection[str], what: str) -> None:
+    """Raise ``UserError`` if a folder has a file that loading reads, and that its manifest does not list."""
+    for name in sorted(path.name for path in folder.iterdir()):
+        if _is_read(name) and name not in hashes:
+            raise UserError(
+                f"{what} {folder}: {name} is not listed in its {MANIFEST}: it was added later\n{_REMEDY}"
+            )
 
 
 def _compare(
@@ -166,13 +165,11 @@ def file_hash(path: Path) -> str:
     if status.st_size < _LARGE or time.time() - max(status.st_mtime, status.st_ctime) < _SETTLED:
         return sha256_file(path)
     # Share the hash of a large file between processes
-    folder = (
-        Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spkv-nas" / "hashes"
-    )
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = caches / "spkv-nas" / "hashes"
     cache_file = folder / f"{status.st_dev}-{status.st_ino}.json"
-    with suppress(
-        UserError, OSError, NotImplementedError
-    ):  # no folder for a cache, or no locks in it
+    # There may be no folder for a cache, or no locks in it
+    with suppress(UserError, OSError, NotImplementedError):
         folder.mkdir(parents=True, exist_ok=True)
         with shared_lock(cache_file.with_suffix(".lock")):
             return _cached_hash(cache_file, path, status)

@@ -25,9 +25,8 @@ class Column:
     """Declaration of a column."""
 
     name: str  # name in the header
-    kind: Literal["text", "number", "whole"] = (
-        "text"  # "text", "number" (finite), or "whole" (an integer up to 2^53)
-    )
+    # "text", "number" (finite), or "whole" (an integer up to 2^53)
+    kind: Literal["text", "number", "whole"] = "text"
     low: float = 0  # smallest number allowed
     high: float = math.inf  # largest number allowed
     above: float | None = None  # exclusive lower bound, which replaces ``low``
@@ -45,13 +44,9 @@ class Column:
         number = "a whole number" if self.kind == "whole" else "a number"
         if self.above is not None:
             return f"{number} above {self.above:g}"
-        if self.low == -math.inf and self.high == math.inf:
-            return number
-        return (
-            f"{number} from {self.low:g}"
-            if self.high == math.inf
-            else f"{number} in [{self.low:g}, {self.high:g}]"
-        )
+        if self.high < math.inf:
+            return f"{number} in [{self.low:g}, {self.high:g}]"
+        return f"{number} from {self.low:g}" if self.low > -math.inf else number
 
 
 def write_csv(path: Path, rows: pd.DataFrame, *, digits: int | None = 6) -> None:
@@ -103,80 +98,92 @@ def read_table(
     the header, or there are no rows; names file, line and column.
     """
     where = f"{what} {file}"
-    cells = _read_cells(
-        files.read_text(file, what, max_bytes=MAX_BYTES), columns, where, others=others, empty=empty
-    )
+    lines = _split(files.read_text(file, what, max_bytes=MAX_BYTES), where)
+    if not lines:
+        required = ", ".join(column.name for column in columns if column.default is None)
+        raise UserError(f"{where}: the file is empty; a table has the columns {required}")
+    _, header = lines.pop(0)
+    _check_header(header, columns, where, others=others)
+    # Check the lengths of the rows
+    if not lines and not empty:
+        raise UserError(f"{where}: there are no rows below the header")
+    for number, cells in lines:
+        if len(cells) != len(header):
+            raise UserError(
+                f"{where}, line {number}: {len(cells)} values for {len(header)} columns"
+            )
+    # Convert the columns
+    numbers = [number for number, _ in lines]
     parsed = {}
     for column in columns:
-        texts = (
-            cells[column.name] if column.name in cells else pd.Series(column.default, cells.index)
-        )
+        if column.name in header:
+            position = header.index(column.name)
+            texts = pd.Series([cells[position] for _, cells in lines], numbers, dtype="str")
+        else:
+            texts = pd.Series(column.default, numbers)
         parsed[column.name] = _parse(texts, column, where)
     return pd.DataFrame(parsed)
 
 
-def _read_cells(
-    text: str, columns: Sequence[Column], where: str, *, others: bool, empty: bool
-) -> pd.DataFrame:
-    """Split CSV text into cells, indexed by line number, and check the header and the lengths of lines."""
-    names = [column.name for column in columns]
-    required = [column.name for column in columns if column.default is None]
-    # Split lines into cells
+def _split(text: str, where: str) -> list[tuple[int, list[str]]]:
+    """Split CSV text into the number and the cells of each line that is not empty."""
     reader = csv.reader(io.StringIO(text))
+    lines = []
     try:
-        lines = [
-            (reader.line_num, [_unescaped(cell.strip()) for cell in cells])
-            for cells in reader
-            if cells
-        ]
+        for cells in reader:
+            if cells:
+                lines.append((reader.line_num, [_unescaped(cell.strip()) for cell in cells]))
     except csv.Error as error:
         raise UserError(f"{where}, line {reader.line_num}: not a CSV table: {error}") from error
-    if not lines:
-        raise UserError(
-            f"{where}: the file is empty; a table has the columns {', '.join(required)}"
-        )
-    # Check the header
-    _, header = lines.pop(0)
-    missing = [name for name in required if name not in header]
-    if missing:
-        raise UserError(
-            f"{where}: column '{missing[0]}' is missing; a table has {', '.join(required)}, "
-            f"this one {', '.join(header)}"
-        )
-    invalid = [name for name in header if (header.count(name) > 1 if name in names else not others)]
-    if invalid:
-        raise UserError(
-            f"{where}: unknown or repeated column '{invalid[0]}'; expected one of {', '.join(names)}"
-        )
-    # Check the rows
-    if not lines and not empty:
-        raise UserError(f"{where}: there are no rows below the header")
-    for line, cells in lines:
-        if len(cells) != len(header):
-            raise UserError(f"{where}, line {line}: {len(cells)} values for {len(header)} columns")
-    by_name = {
-        name: [cells[header.index(name)] for _, cells in lines] for name in names if name in header
-    }
-    return pd.DataFrame(by_name, index=[line for line, _ in lines], dtype="str")
+    return lines
+
+
+def _check_header(
+    header: Sequence[str], columns: Sequence[Column], where: str, *, others: bool
+) -> None:
+    """Raise ``UserError`` for a column that is missing, repeated or, unless there may be ``others``, unknown."""
+    names = [column.name for column in columns]
+    required = [column.name for column in columns if column.default is None]
+    for name in required:
+        if name not in header:
+            raise UserError(
+                f"{where}: column '{name}' is missing; a table has {', '.join(required)}, "
+                f"this one {', '.join(header)}"
+            )
+    for name in header:
+        is_valid = header.count(name) == 1 if name in names else others
+        if not is_valid:
+            raise UserError(
+                f"{where}: unknown or repeated column '{name}'; expected one of {', '.join(names)}"
+            )
 
 
 def _parse(texts: "pd.Series[str]", column: Column, where: str) -> pd.Series:
     """Convert the cells of one column to its kind; raise ``UserError`` for an invalid one."""
     # Convert the cells and mark the valid ones
     values: pd.Series = texts
-    is_valid = texts.isin(column.choices) if column.choices else pd.Series(True, texts.index)
+    is_valid = pd.Series(True, texts.index)
     if column.kind != "text":
-        filled = texts != "" if column.gaps else pd.Series(True, texts.index)
-        values = pd.to_numeric(texts.where(filled, "nan"), errors="coerce").astype(np.float64)
-        in_range = np.isfinite(values) & (values <= column.high)
-        in_range &= values >= column.low if column.above is None else values > column.above
-        if column.kind == "whole":
-            in_range &= (values == values.round()) & (values.abs() <= limits.MAX_WHOLE)
-        is_valid = ~filled | in_range
+        is_filled = texts != "" if column.gaps else is_valid
+        values = pd.to_numeric(texts.where(is_filled, "nan"), errors="coerce").astype(np.float64)
+        is_valid = ~is_filled | _is_in_range(values, column)
+    elif column.choices:
+        is_valid = texts.isin(column.choices)
     # Report the first invalid cell
     if not is_valid.all():
         line = texts.index[int(is_valid.to_numpy().argmin())]
         raise UserError(
             f"{where}, line {line}: column '{column.name}' must be {column.expected}; found '{texts[line][:100]}'"
         )
-    return values.astype(np.int64) if column.kind == "whole" and not column.gaps else values
+    if column.kind == "whole" and not column.gaps:
+        return values.astype(np.int64)
+    return values
+
+
+def _is_in_range(values: pd.Series, column: Column) -> "pd.Series[bool]":
+    """Return which numbers are finite, between the bounds of a column and, if it says so, whole."""
+    is_valid = np.isfinite(values) & (values <= column.high)
+    is_valid &= values >= column.low if column.above is None else values > column.above
+    if column.kind == "whole":
+        is_valid &= (values == values.round()) & (values.abs() <= limits.MAX_WHOLE)
+    return is_valid
