@@ -24,15 +24,14 @@ Float = NDArray[np.float64]
 Int = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 Tokens = NDArray[np.int32]
-_MAX_UNPACKED = (
-    1 << 30,
-    100,
-)  # maximum bytes of unpacked arrays, or multiple of the file's size if that is more
+# Maximum bytes of unpacked arrays, or multiple of the file's size if that is more
+_MAX_UNPACKED = (1 << 30, 100)
+# Dtypes, and words for errors
 _KINDS = {
     "text": ("U", "text"),
     "number": ("iuf", "numbers"),
     "whole": ("iu", "whole numbers"),
-}  # dtypes, words
+}
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ class Array:
 
     name: str  # name in the file
     kind: Literal["text", "number", "whole"]  # "text", "number" (finite), or "whole" (integers)
-    # one word per axis, such as "N T". An axis of one letter has the same length, at least 1, in all arrays of the
+    # One word per axis, such as "N T". An axis of one letter has the same length, at least 1, in all arrays of the
     # file; "n+2" is two longer than "n". Empty: a scalar
     shape: str = ""
     low: float = 0  # smallest number allowed
@@ -82,9 +81,8 @@ def read_npz(path: Path, names: tuple[str, ...], remedy: str) -> dict[str, NDArr
         raise UserError(
             f"{path} does not fit into memory, or is damaged: {first_line(error)}\n{remedy}"
         ) from error
-    except (
-        Exception
-    ) as error:  # from numpy, zipfile, zlib or Python's parser, which reads array headers
+    # Errors of numpy, zipfile, zlib or Python's parser, which reads array headers
+    except Exception as error:
         raise UserError(f"{path} is damaged: {first_line(error)}\n{remedy}") from error
 
 
@@ -110,10 +108,12 @@ def _wrong_shape(values: NDArray[Any], array: Array, lengths: dict[str, int]) ->
         return message
     # Compare each axis with the first one of the same letter
     for axis, length in zip(axes, values.shape, strict=True):
-        letter, _, more = axis.partition("+")
-        expected = lengths.setdefault(letter, length - int(more or 0))
-        if expected < 1 or length != expected + int(more or 0):
-            return f"{message}, with {', '.join(f'{name} = {number}' for name, number in lengths.items())}"
+        letter, _, digits = axis.partition("+")
+        more = int(digits or 0)
+        expected = lengths.setdefault(letter, length - more)
+        if expected < 1 or length != expected + more:
+            known = ", ".join(f"{name} = {number}" for name, number in lengths.items())
+            return f"{message}, with {known}"
     return ""
 
 

@@ -5,9 +5,8 @@ from pathlib import Path
 ASSETS = Path(__file__).parent.parent / "assets"
 EMBEDDED_PREFIX = "embedded:"  # prefix of a checkpoint's name, such as embedded:dense
 EMBEDDED = ASSETS / "stdlib-21x3"  # embedded models and their recipes
-PAPER_TABLE = (
-    ASSETS / "ladder.csv"
-)  # both tables of the SP-KV paper's appendix "Scaling analysis details"
+# Both tables of the SP-KV paper's appendix "Scaling analysis details"
+PAPER_TABLE = ASSETS / "ladder.csv"
 
 
 def constraints_file() -> Path:

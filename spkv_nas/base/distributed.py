@@ -25,10 +25,8 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 Values = TypeVar("Values", "Tensor", "NDArray[np.float64]", "NDArray[np.int64]")
-TIMEOUT = timedelta(
-    hours=6
-)  # process 0 may tokenise for hours; torchrun detects failed processes at once
-
+# Process 0 may tokenise for hours; torchrun detects failed processes at once
+TIMEOUT = timedelta(hours=6)
 
 _connected = False  # whether ``connect`` joined the process group
 
@@ -94,9 +92,8 @@ def leave(exit_code: int) -> None:
     disconnect()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(
-        exit_code
-    )  # in Python's own shutdown, threads of a process group that is gone may abort the process
+    # In Python's own shutdown, threads of a process group that is gone may abort the process
+    os._exit(exit_code)
 
 
 def is_lost_process(error: BaseException) -> bool:
@@ -120,11 +117,9 @@ def pass_device(model: "nn.Module") -> "torch.device":
     from torch.distributed.tensor import DTensor
 
     parameter = next(model.parameters()).data
-    return (
-        torch.device(parameter.device_mesh.device_type)
-        if isinstance(parameter, DTensor)
-        else parameter.device
-    )
+    if isinstance(parameter, DTensor):
+        return torch.device(parameter.device_mesh.device_type)
+    return parameter.device
 
 
 def blocks_per_process(batch_size: int, multiple: int = 1) -> int:

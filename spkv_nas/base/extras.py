@@ -13,7 +13,8 @@ from types import ModuleType
 
 from spkv_nas.base.errors import UserError
 
-EXTRAS = {  # packages by extra; pyproject.toml has their versions
+# Packages by extra; pyproject.toml has their versions
+EXTRAS = {
     "report": ("jinja2", "markupsafe", "matplotlib", "seaborn"),
     "train": (
         "accelerate",

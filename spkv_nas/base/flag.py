@@ -18,9 +18,7 @@ class Flag:
     """Command-line option or argument, without its default."""
 
     help: str  # one or two sentences
-    names: tuple[
-        str, ...
-    ] = ()  # such as ("--budget", "-b"); by default the field's name with dashes
+    names: tuple[str, ...] = ()  # by default the field's name with dashes
     metavar: str | None = None  # placeholder for the value in the help
     low: float | None = None  # inclusive bounds of a number
     high: float | None = None

@@ -28,7 +28,8 @@ def local_file(path: StrPath, name: str, what: str) -> Path:
     from huggingface_hub import errors, hf_hub_download
 
     repository, _, revision = str(path).removeprefix(PREFIX).partition("@")
-    reasons: tuple[tuple[type[Exception], str], ...] = (  # subclasses before their bases
+    # Subclasses before their bases
+    reasons: tuple[tuple[type[Exception], str], ...] = (
         (errors.HFValidationError, "it must be hub:ORG/NAME or hub:ORG/NAME@REVISION"),
         (
             errors.LocalEntryNotFoundError,
@@ -48,9 +49,8 @@ def local_file(path: StrPath, name: str, what: str) -> Path:
     try:
         return Path(hf_hub_download(repository, name, revision=revision or None))
     except Exception as error:
-        reason = next(
-            (reason for kind, reason in reasons if isinstance(error, kind)), first_line(error)
-        )
+        known = [reason for kind, reason in reasons if isinstance(error, kind)]
+        reason = known[0] if known else first_line(error)
         raise UserError(f"cannot read {what} {path}: {reason}") from error
 
 

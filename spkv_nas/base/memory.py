@@ -25,18 +25,24 @@ def chunk_bytes(device: str, gpu_memory: float | None = None) -> int:
     here: 1 GiB on an H100, as each chunk costs the host some time. Free memory would depend on other programs, so that
     a repeated or resumed run would round otherwise; a pass that it does not suffice for is halved.
     """
+    if device == "cpu":
+        return CHUNK_BYTES // _CPU_PART
     if not device.startswith("cuda"):
-        return CHUNK_BYTES // _CPU_PART if device == "cpu" else CHUNK_BYTES
+        return CHUNK_BYTES
     if gpu_memory is None:
         import torch
 
         gpu_memory = torch.cuda.get_device_properties(device).total_memory
-    return max(CHUNK_BYTES, 1 << (int(gpu_memory // _GPU_PART).bit_length() - 1))
+    part = int(gpu_memory // _GPU_PART)
+    power_of_two = 1 << (part.bit_length() - 1)
+    return max(CHUNK_BYTES, power_of_two)
 
 
 def chunk_tokens(vocabulary: int, num_bytes: int | None = None) -> int:
     """Return the tokens, at least one, of a chunk of ``num_bytes`` of logits; by default one without gradients."""
-    return max(1, (CHUNK_BYTES if num_bytes is None else num_bytes) // (4 * vocabulary))
+    if num_bytes is None:
+        num_bytes = CHUNK_BYTES
+    return max(1, num_bytes // (4 * vocabulary))
 
 
 def available_bytes(device: str = "cpu") -> int:
@@ -44,18 +50,19 @@ def available_bytes(device: str = "cpu") -> int:
     if device.startswith("cuda"):
         import torch
 
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(
-            device
-        )  # PyTorch's own cache
-        return int(torch.cuda.mem_get_info(device)[0]) + cached
+        # PyTorch's own cache can be used again
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free) + cached
     return min(int(psutil.virtual_memory().available), *_left_to_groups())
 
 
 def available_bytes_per_process(device: str = "cpu") -> int:
     """Return ``available_bytes``, divided by the number of local torchrun processes for machine memory."""
-    return available_bytes(device) // (
-        1 if device.startswith("cuda") else distributed.num_local_processes()
-    )
+    available = available_bytes(device)
+    if device.startswith("cuda"):
+        return available
+    return available // distributed.num_local_processes()
 
 
 def require(num_bytes: float, what: str, remedy: str, *, device: str = "cpu") -> None:
@@ -146,19 +153,18 @@ def _left_to_groups(
     available = [1 << 62]
     if not groups.is_file():  # not Linux
         return available
-    lines = groups.read_text().splitlines()
-    process_group = next(
-        (Path(line.removeprefix("0::/")) for line in lines if line.startswith("0::/")), Path()
-    )
-    for group in (
-        process_group,
-        *process_group.parents,
-    ):  # a container may see its own group as the root
-        limit, use = (_number(mount / group / name) for name in ("memory.max", "memory.current"))
-        if limit is not None and use is not None:
-            available.append(
-                max(0, limit - use + _reclaimable_bytes(mount / group / "memory.stat"))
-            )
+    own_group = Path()  # a container may see its own group as the root
+    for line in groups.read_text().splitlines():
+        if line.startswith("0::/"):
+            own_group = Path(line.removeprefix("0::/"))
+            break
+    for group in (own_group, *own_group.parents):
+        folder = mount / group
+        limit = _number(folder / "memory.max")
+        used = _number(folder / "memory.current")
+        if limit is not None and used is not None:
+            left = limit - used + _reclaimable_bytes(folder / "memory.stat")
+            available.append(max(0, left))
     return available
 
 

@@ -2,10 +2,8 @@
 
 from spkv_nas.base.errors import UserError
 
-MAX_CHARACTERS, MAX_BYTES = (
-    100,
-    180,
-)  # file systems allow 255 bytes; a run's folder adds hashes and a seed
+MAX_CHARACTERS = 100
+MAX_BYTES = 180  # file systems allow 255; a run's folder adds hashes and a seed
 
 
 def check_name(name: str, what: str) -> str:

@@ -50,19 +50,16 @@ class EntryOption:
 
     type: Any  # type of its values
     flag: Flag  # help text and bounds
-    defaults: dict[
-        str, str
-    ]  # its default in each entry that takes it, as the help shows it, by the entry's name
+    # Its default in each entry that takes it, as the help shows it, by the entry's name
+    defaults: dict[str, str]
 
     @property
     def default_text(self) -> str:
         """Return its default, or the defaults of its entries, as the help shows them."""
         texts = list(self.defaults.values())
-        return (
-            texts[0]
-            if len({*texts}) == 1
-            else "; ".join(f"{name}: {text}" for name, text in self.defaults.items())
-        )
+        if len(set(texts)) == 1:
+            return texts[0]
+        return "; ".join(f"{name}: {text}" for name, text in self.defaults.items())
 
 
 class Entry:
@@ -84,28 +81,31 @@ class Entry:
         declared = dict[str, EntryOption]()
         for field in fields(cls):  # type: ignore[arg-type]  # every entry is a dataclass
             hint = hints[field.name]
-            if get_origin(hint) is Annotated and isinstance(flag := get_args(hint)[1], Flag):
-                number = field.default
-                text = (
-                    f"{number:,}"
-                    if isinstance(number, int) and not isinstance(number, bool)
-                    else str(number)
-                )
-                declared[field.name] = EntryOption(
-                    get_args(hint)[0], flag, {cls.name: field.metadata.get(SHOWN) or text}
-                )
+            if get_origin(hint) is not Annotated:
+                continue
+            kind, flag, *_ = get_args(hint)
+            if isinstance(flag, Flag):
+                shown = field.metadata.get(SHOWN) or _default_text(field.default)
+                declared[field.name] = EntryOption(kind, flag, {cls.name: shown})
         return declared
 
     def with_options(self: Configured, values: Mapping[str, Any]) -> Configured:
         """Return a copy with other options; those that are None stay. ``UserError`` for another type or range."""
         hints = get_type_hints(type(self))
-        flags = {name: option.flag for name, option in self.options().items()}
-        set_values = {name: value for name, value in values.items() if value is not None}
-        changed = {
-            name: _checked(name, hints[name], flags.get(name), value)
-            for name, value in set_values.items()
-        }
+        options = self.options()
+        changed = {}
+        for name, value in values.items():
+            if value is not None:
+                flag = options[name].flag if name in options else None
+                changed[name] = _checked(name, hints[name], flag, value)
         return replace(self, **changed)  # type: ignore[type-var]  # as above
+
+
+def _default_text(default: object) -> str:
+    """Return a default as the help shows it: numbers with separators of thousands."""
+    if isinstance(default, int) and not isinstance(default, bool):
+        return f"{default:,}"
+    return str(default)
 
 
 def _checked(name: str, kind: Any, flag: Flag | None, value: Any) -> Any:
@@ -147,9 +147,8 @@ class Registry(Generic[Item]):
         """
         entries = {entry.name: entry for entry in self.built_in}
         # Add the entry points, this project's own first
-        for point in sorted(
-            entry_points(group=self.group), key=lambda point: (not _is_own(point), point.name)
-        ):
+        points = entry_points(group=self.group)
+        for point in sorted(points, key=lambda point: (not _is_own(point), point.name)):
             try:
                 entry = self._load(point)
                 if entry.name in entries:
@@ -206,7 +205,8 @@ class Registry(Generic[Item]):
         """Import the entry of an entry point, and instantiate one that is a class. Raises ``_UnusableError``."""
         try:
             entry = point.load()
-            entry = entry() if isinstance(entry, type) and issubclass(entry, self.kind) else entry
+            if isinstance(entry, type) and issubclass(entry, self.kind):
+                entry = entry()
             if not isinstance(entry, self.kind):
                 raise _UnusableError(f"it is no {self.kind.__name__}")
             if not isinstance(entry.name, str):
@@ -238,9 +238,8 @@ class _UnusableError(Exception):  # handled by Registry.entries
 def reinstall_hint() -> str:
     """Return a line on how to restore this project's entry points if there are none, as on ``PYTHONPATH``; or ""."""
     with suppress(PackageNotFoundError):
-        if any(
-            point.group.startswith("spkv_nas.") for point in distribution("spkv-nas").entry_points
-        ):
+        points = distribution("spkv-nas").entry_points
+        if any(point.group.startswith("spkv_nas.") for point in points):
             return ""
     return f"\nthe installed spkv-nas registers no entry points, so some commands and options are missing: {REINSTALL}"
 

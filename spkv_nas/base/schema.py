@@ -32,7 +32,9 @@ def merged(base: Any, overrides: Mapping[str, Any]) -> Any:
         return dict(overrides)
     result = dict(base)
     for key, value in overrides.items():
-        result[key] = merged(result.get(key), value) if isinstance(value, Mapping) else value
+        if isinstance(value, Mapping):
+            value = merged(result.get(key), value)
+        result[key] = value
     return result
 
 
@@ -59,13 +61,16 @@ def _explain(schema: type[BaseModel], problem: dict[str, Any]) -> str:
         known_keys = _known_keys(schema, location[:-1])
         return f"unknown key '{key}'; {suggestion(str(location[-1]), known_keys)}"
     message = problem["msg"].removeprefix("Value error, ").removeprefix("Input ")
-    return f"key '{key}': {message}; found {shortened(repr(problem['input']), _MAX_SHOWN)}"
+    found = shortened(repr(problem["input"]), _MAX_SHOWN)
+    return f"key '{key}': {message}; found {found}"
 
 
 def suggestion(key: str, names: Sequence[str]) -> str:
     """Suggest the nearest of the names, or list them all if none is similar."""
     matches = difflib.get_close_matches(key, names, n=1)
-    return f"did you mean '{matches[0]}'?" if matches else f"known keys: {', '.join(names)}"
+    if matches:
+        return f"did you mean '{matches[0]}'?"
+    return f"known keys: {', '.join(names)}"
 
 
 def _known_keys(schema: type[BaseModel], location: tuple[Any, ...]) -> list[str]:

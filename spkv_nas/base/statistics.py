@@ -38,7 +38,8 @@ def clustered_error(squares: ArrayLike, clusters: ArrayLike, tokens: ArrayLike) 
     """
     number: Any = np.asarray(clusters)
     spread = np.maximum(np.asarray(squares, dtype=np.float64), 0.0)
-    error = np.sqrt(spread * number / np.maximum(number - 1, 1)) / np.maximum(tokens, 1)
+    freedom = np.maximum(number - 1, 1)
+    error = np.sqrt(spread * number / freedom) / np.maximum(tokens, 1)
     return np.where(number > 1, error, np.nan)
 
 
@@ -56,9 +57,8 @@ def critical_errors(effective: float) -> float:
     freedom; NaN counts as many. With ``jackknife_ratio``, the interval covers 92 to 100 % for log-normal document
     lengths (40,000 simulated draws, ``reports/LOG.md``).
     """
-    from scipy.special import (
-        stdtrit,
-    )  # takes half a second, which --help and the first line of a command do not need
+    # Takes half a second, which --help and the first line of a command do not need
+    from scipy.special import stdtrit
 
     if not effective < FEW_DOCUMENTS:
         return 2.0
@@ -74,14 +74,16 @@ def jackknife_ratio(values: Float, bases: Float | NDArray[np.int64]) -> tuple[Fl
     is NaN for fewer than two.
     """
     is_used = bases > 0
-    values, bases = values[..., is_used], bases[is_used]
+    values = values[..., is_used]
+    bases = bases[is_used]
     total = bases.sum()
     number = len(bases)
     ratio = values.sum(-1) / total
     if number < 2:
         return ratio, np.full_like(ratio, np.nan)
     residual = (values - ratio[..., None] * bases) / (1.0 - bases / total)
-    return ratio, np.sqrt((number - 1) / number * (residual**2).sum(-1)) / total
+    squares = (residual**2).sum(-1)
+    return ratio, np.sqrt((number - 1) / number * squares) / total
 
 
 def mean_and_error(values: Float) -> tuple[float, float]:
@@ -93,9 +95,10 @@ def mean_and_error(values: Float) -> tuple[float, float]:
     """
     mean = values.mean()
     number = len(values)
-    error = float(clustered_error(((values - mean) ** 2).sum(), number, number))
-    is_constant = number > 1 and np.ptp(values) == 0.0 and abs(mean) <= 1.0
-    return float(mean), unseen_share(number) / NORMAL_95 if is_constant else error
+    if number > 1 and np.ptp(values) == 0.0 and abs(mean) <= 1.0:
+        return float(mean), unseen_share(number) / NORMAL_95
+    squares = ((values - mean) ** 2).sum()
+    return float(mean), float(clustered_error(squares, number, number))
 
 
 def unseen_share(number: int) -> float:
@@ -110,19 +113,20 @@ def share_interval(share: float, error: float) -> tuple[float, float] | None:
     """Return the one-sided 95 % interval of a share of 0 or 1, from its error (``mean_and_error``); None for others."""
     if share not in (0.0, 1.0) or not error > 0.0:
         return None
-    return (
-        (0.0, min(1.0, NORMAL_95 * error))
-        if share == 0.0
-        else (max(0.0, 1.0 - NORMAL_95 * error), 1.0)
-    )
+    if share == 0.0:
+        return 0.0, min(1.0, NORMAL_95 * error)
+    return max(0.0, 1.0 - NORMAL_95 * error), 1.0
 
 
 def share_text(share: float, error: float) -> str:
     """Format a share with its error, ``0.842 ± 0.036``, or 0 and 1 with the 95 % interval, ``1.000 (0.478 to 1)``."""
     interval = share_interval(share, error)
-    if interval is None:
-        return f"{share:.3f} ± {'-' if math.isnan(error) else f'{error:.3f}'}"
-    return f"{share:.3f} ({interval[0]:.3g} to {interval[1]:.3g})"
+    if interval is not None:
+        low, high = interval
+        return f"{share:.3f} ({low:.3g} to {high:.3g})"
+    if math.isnan(error):
+        return f"{share:.3f} ± -"
+    return f"{share:.3f} ± {error:.3f}"
 
 
 def betting_log_e(samples: Float, bounds: ArrayLike) -> Float:
@@ -133,8 +137,9 @@ def betting_log_e(samples: Float, bounds: ArrayLike) -> Float:
     hypothesis. No sample is below -B; the bounds B, above 0, may depend on earlier samples, and infinity places no bet.
     """
     share = samples / np.asarray(bounds, dtype=np.float64)
+    gain = np.maximum(share[..., None] * _BETS, -1.0)
     with np.errstate(divide="ignore"):  # the largest bet loses everything at its bound
-        capital = np.log1p(np.maximum(share[..., None] * _BETS, -1.0)).cumsum(-2)
+        capital = np.log1p(gain).cumsum(-2)
     evidence: Float = np.logaddexp.reduce(capital + _LOG_CAPITAL, axis=-1)
     return evidence
 
@@ -146,19 +151,21 @@ def bounds_so_far(samples: Float, sizes: Float) -> Float:
     follows from their positive ``sizes`` [..., n], such as the NLL of documents.
     """
     earlier = slice(None, -1)
-    bounds = np.full(samples.shape, np.inf)
     largest = np.maximum.accumulate(np.abs(samples), -1)[..., earlier]
-    number = sizes.cumsum(-1)[..., earlier] ** 2 / (sizes**2).cumsum(-1)[..., earlier]
-    bounds[..., 1:] = np.where(
-        (number >= FEW_DOCUMENTS) & (largest > 0.0), _REACH * largest, np.inf
-    )
+    total = sizes.cumsum(-1)[..., earlier]
+    squares = (sizes**2).cumsum(-1)[..., earlier]
+    number = total**2 / squares
+    is_known = (number >= FEW_DOCUMENTS) & (largest > 0.0)
+    bounds = np.full(samples.shape, np.inf)
+    bounds[..., 1:] = np.where(is_known, _REACH * largest, np.inf)
     return bounds
 
 
 def anytime_p(log_e: Float) -> Float:
     """Return p-values valid at any stopping time, 1 / largest e-value so far, from log e-values [..., n]."""
-    p: Float = np.exp(-np.maximum.accumulate(np.maximum(log_e, 0.0), axis=-1))
-    return p
+    largest = np.maximum.accumulate(np.maximum(log_e, 0.0), axis=-1)
+    p_values: Float = np.exp(-largest)
+    return p_values
 
 
 def holm(p_values: Sequence[float], risk: float) -> list[bool]:
@@ -168,7 +175,8 @@ def holm(p_values: Sequence[float], risk: float) -> list[bool]:
     smallest of all true hypotheses is ever at most risk / their number with a probability of at most ``risk``.
     """
     rejected = [False] * len(p_values)
-    for rank, index in enumerate(sorted(range(len(p_values)), key=lambda number: p_values[number])):
+    ascending = sorted(range(len(p_values)), key=lambda index: p_values[index])
+    for rank, index in enumerate(ascending):
         if p_values[index] > risk / (len(p_values) - rank):
             break
         rejected[index] = True

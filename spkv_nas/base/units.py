@@ -16,6 +16,7 @@ ITEM_BYTES = {
 }
 _POWERS = ("", "k", "M", "G", "T", "P", "E", "Z")  # prefixes of powers of 1,000
 MAX_CONTEXT = 2**40  # tokens
+_SECONDS = {"s": 1, "m": 60, "h": 3600}
 _UNITS = {"": 1, "b": 1}
 for _power, _prefix in enumerate("kmgt", 1):
     _UNITS |= {f"{_prefix}b": 1000**_power, f"{_prefix}ib": 1024**_power}
@@ -39,13 +40,16 @@ def format_bytes(number: int) -> str:
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if value < 1024:
             break
-        value, unit = value / 1024, larger
+        value /= 1024
+        unit = larger
     return f"{value:.0f} B" if unit == "B" else f"{value:.2f} {unit}"
 
 
 def format_flops(number: float) -> str:
     """Format FLOPs, such as "1.3 PFLOP"."""
-    power = min(len(_POWERS) - 1, max(0, math.floor(math.log10(number) / 3))) if number > 0 else 0
+    power = 0
+    if number > 0:
+        power = min(len(_POWERS) - 1, max(0, math.floor(math.log10(number) / 3)))
     return f"{number / 1000**power:.3g} {_POWERS[power]}FLOP"
 
 
@@ -65,11 +69,14 @@ def parse_length(text: str) -> float | int:
     """Parse a number of steps, as an int, or a duration such as ``90s`` or ``1.5h``, in seconds as a float."""
     match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,6})?)([smh]?)", text.strip().lower())
     number, unit = match.groups() if match else ("0", "")
-    if not float(number) or (not unit and "." in number):
+    is_fraction_of_step = not unit and "." in number
+    if float(number) == 0 or is_fraction_of_step:
         raise UserError(
             f"'{text[:40]}' is neither a duration, such as 90s, 30m or 2h, nor a number of steps"
         )
-    return float(number) * {"s": 1, "m": 60, "h": 3600}[unit] if unit else int(number)
+    if not unit:
+        return int(number)
+    return float(number) * _SECONDS[unit]
 
 
 def parse_context(text: str) -> int:

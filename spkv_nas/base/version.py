@@ -7,22 +7,18 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 __version__ = "0.1.0"
-COMMIT_FILE = Path(__file__).with_name(
-    "commit.txt"
-)  # only in built packages: written by hatch_build.py
+COMMIT_FILE = Path(__file__).with_name("commit.txt")  # of built packages, by hatch_build.py
+PACKAGES = ("spkv-nas", "torch", "transformers", "numpy")
 
 
 @cache
 def environment() -> dict[str, str]:
     """Return the versions of the package and its main dependencies, the platform, and the source commit."""
-    return {
-        **{
-            package: _version(package) for package in ("spkv-nas", "torch", "transformers", "numpy")
-        },
-        "python": platform.python_version(),
-        "platform": f"{platform.system()} {platform.machine()}",
-        "commit": _commit(),
-    }
+    versions = {package: _version(package) for package in PACKAGES}
+    versions["python"] = platform.python_version()
+    versions["platform"] = f"{platform.system()} {platform.machine()}"
+    versions["commit"] = _commit()
+    return versions
 
 
 def _version(package: str) -> str:

@@ -9,8 +9,11 @@ from spkv_nas.base.names import check_name
 
 _PROBES = "probes"
 _REPORTS = "reports"
-# Folders below ``layouts/<name>/``: of a budget range, of several solutions at one budget, of a search
-BUDGETS, SOLUTIONS, SEARCH = LAYOUT_FOLDERS = ("budgets", "solutions", "search")
+# Folders below ``layouts/<name>/``
+BUDGETS = "budgets"  # of a range of budgets
+SOLUTIONS = "solutions"  # of several solutions at one budget
+SEARCH = "search"
+LAYOUT_FOLDERS = (BUDGETS, SOLUTIONS, SEARCH)
 
 
 @dataclass(frozen=True)
