@@ -31,8 +31,9 @@ def _is_equal(first: Any, second: Any) -> bool:
     if hasattr(first, "equals") or hasattr(second, "equals"):
         return type(first) is type(second) and bool(first.equals(second))
     if isinstance(first, dict) and isinstance(second, dict):
-        has_equal_keys = first.keys() == second.keys()
-        return has_equal_keys and all(_is_equal(first[key], second[key]) for key in first)
+        return first.keys() == second.keys() and _is_equal(
+            list(first.values()), [second[key] for key in first]
+        )
     if isinstance(first, list | tuple) and type(first) is type(second):
         return len(first) == len(second) and all(map(_is_equal, first, second))
     if isinstance(first, float) and isinstance(second, float) and math.isnan(first):

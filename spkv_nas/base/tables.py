@@ -104,14 +104,9 @@ def read_table(
         raise UserError(f"{where}: the file is empty; a table has the columns {required}")
     _, header = lines.pop(0)
     _check_header(header, columns, where, others=others)
-    # Check the lengths of the rows
     if not lines and not empty:
         raise UserError(f"{where}: there are no rows below the header")
-    for number, cells in lines:
-        if len(cells) != len(header):
-            raise UserError(
-                f"{where}, line {number}: {len(cells)} values for {len(header)} columns"
-            )
+    _check_lengths(lines, len(header), where)
     # Convert the columns
     numbers = [number for number, _ in lines]
     parsed = {}
@@ -156,6 +151,13 @@ def _check_header(
             raise UserError(
                 f"{where}: unknown or repeated column '{name}'; expected one of {', '.join(names)}"
             )
+
+
+def _check_lengths(lines: Sequence[tuple[int, list[str]]], width: int, where: str) -> None:
+    """Raise ``UserError`` for a line that has another number of cells than the header."""
+    for number, cells in lines:
+        if len(cells) != width:
+            raise UserError(f"{where}, line {number}: {len(cells)} values for {width} columns")
 
 
 def _parse(texts: "pd.Series[str]", column: Column, where: str) -> pd.Series:
