@@ -122,8 +122,9 @@ class TokenBlocks(ComparedByValue):
         """
         columns = np.arange(self.block_size)
         is_new = np.diff(self.document, axis=1, prepend=-1) != 0
-        of_document = columns - np.maximum.accumulate(np.where(is_new, columns, 0), axis=1)
-        before = np.minimum(of_document, self.boundaries.positions(self.marked()))
+        starts = np.maximum.accumulate(np.where(is_new, columns, 0), axis=1)
+        positions = self.boundaries.positions(self.marked())
+        before = np.minimum(columns - starts, positions)
         is_predicted = (columns > 0) & ~self.begins_text()
         return before[is_predicted]
 
@@ -170,9 +171,8 @@ class TokenBlocks(ComparedByValue):
             return self
         # Rank each block within its document
         is_separate = isinstance(self.boundaries, SeparateDocuments)
-        _, owners, counts = np.unique(
-            self.document[:, self.block_size // 2], return_inverse=True, return_counts=True
-        )
+        middle = self.document[:, self.block_size // 2]
+        _, owners, counts = np.unique(middle, return_inverse=True, return_counts=True)
         rank = np.empty(self.num_blocks, dtype=np.int64)
         by_owner = np.split(np.argsort(owners, kind="stable"), np.cumsum(counts)[:-1])
         for blocks in by_owner:
@@ -184,7 +184,8 @@ class TokenBlocks(ComparedByValue):
         missing = num_blocks - int(per_round[:last_round].sum())
         candidates = np.flatnonzero(rank == last_round)
         some = candidates[np.arange(missing) * len(candidates) // max(missing, 1)]
-        return self.part(np.sort(np.concatenate([np.flatnonzero(rank < last_round), some])))
+        chosen = np.concatenate([np.flatnonzero(rank < last_round), some])
+        return self.part(np.sort(chosen))
 
     def part(self, blocks: NDArray[np.intp] | slice) -> "TokenBlocks":
         """Return the blocks with some indices."""
@@ -207,15 +208,15 @@ class TokenBlocks(ComparedByValue):
 
     def and_(self, other: "TokenBlocks") -> "TokenBlocks":
         """Append the blocks of another text, of the same length and with the same opening tokens."""
-        are_known = self.begins is not None and other.begins is not None
+        begins = None
+        if self.begins is not None and other.begins is not None:
+            begins = np.concatenate([self.begins, other.begins])
         return TokenBlocks(
             np.concatenate([self.tokens, other.tokens]),
             np.concatenate([self.document, other.document + len(self.documents)]),
             (*self.documents, *other.documents),
             boundaries=self.boundaries,
-            begins=np.concatenate([self._known_begins(), other._known_begins()])
-            if are_known
-            else None,
+            begins=begins,
         )
 
     def cut(self, block_size: int) -> "TokenBlocks":
@@ -243,15 +244,13 @@ class TokenBlocks(ComparedByValue):
         texts = dict(zip(present.tolist(), np.split(tokens[order], starts[1:]), strict=True))
         texts = {index: self.boundaries.without_filling(text) for index, text in texts.items()}
         # Draw the order of the documents, which is their new index
-        kept = sorted(
-            (index for index in texts if infos[index].text_id not in left_out),
-            key=lambda i: infos[i].id,
-        )
-        shuffled = [kept[index] for index in np.random.default_rng(seed).permutation(len(kept))]
+        kept = [index for index in texts if infos[index].text_id not in left_out]
+        kept.sort(key=lambda index: infos[index].id)
+        order = np.random.default_rng(seed).permutation(len(kept))
+        shuffled = [kept[index] for index in order]
         pieces = [(texts[index], number) for number, index in enumerate(shuffled)]
-        return packed(
-            pieces, [infos[index] for index in shuffled], self.block_size, "text", self.boundaries
-        )
+        shuffled_infos = [infos[index] for index in shuffled]
+        return packed(pieces, shuffled_infos, self.block_size, "text", self.boundaries)
 
     def _known_begins(self) -> NDArray[np.bool_]:
         """Return which tokens [N, T] begin a text, from their ids in blocks that were made elsewhere."""
@@ -289,11 +288,12 @@ class TokenBlocks(ComparedByValue):
             raise errors.UserError(
                 f"{path} is damaged: its documents do not match its tokens\n{REMEDY}"
             )
-        tokens, document = (
-            arrays[name].astype(np.int32, copy=False) for name in ("tokens", "document")
-        )
         return cls(
-            tokens, document, infos, boundaries=boundaries, begins=arrays["begins"].astype(np.bool_)
+            arrays["tokens"].astype(np.int32, copy=False),
+            arrays["document"].astype(np.int32, copy=False),
+            infos,
+            boundaries=boundaries,
+            begins=arrays["begins"].astype(np.bool_),
         )
 
 
@@ -330,9 +330,8 @@ def build_blocks(
     infos: list[DocumentInfo] = []
     num_tokens = 0
     # Tokenise documents up to the limit
-    for document, ids in sources.tokenised(
-        sources.as_documents(texts, block_size), tokenizer, limits
-    ):
+    texts_read = sources.as_documents(texts, block_size)
+    for document, ids in sources.tokenised(texts_read, tokenizer, limits):
         if max_tokens is not None and num_tokens >= max_tokens:
             break
         pieces.append((ids, len(infos)))
@@ -357,15 +356,16 @@ def packed(
     ``stretch`` tokens of text of one piece stay together, a multiple of a block's; by default, as many as a block has.
     """
     opening = boundaries.opening
+    text_size = block_size - len(opening)
     if isinstance(boundaries, SeparateDocuments):
-        parts = list(uncut(pieces, block_size - len(opening), boundaries))
+        parts = list(uncut(pieces, text_size, boundaries))
     else:
-        parts = list(aligned(pieces, stretch or block_size - len(opening), boundaries.separator))
+        parts = list(aligned(pieces, stretch or text_size, boundaries.separator))
     sizes = [len(part) for part, _ in parts]
     check_enough(len(infos), len(opening) + sum(sizes), block_size, what)
     marked = np.concatenate([part for part, _ in parts])
-    owner = np.repeat(np.array([document for _, document in parts], dtype=np.int32), sizes)
-    tokens, document, begins = _in_blocks(unmarked(marked), owner, marked < 0, block_size, opening)
+    owners = np.array([document for _, document in parts], dtype=np.int32).repeat(sizes)
+    tokens, document, begins = _in_blocks(unmarked(marked), owners, marked < 0, block_size, opening)
     return TokenBlocks(tokens, document, tuple(infos), boundaries=boundaries, begins=begins)
 
 
@@ -381,17 +381,17 @@ def aligned(
     num_waiting = 0
     for tokens, owner in pieces:
         # Yield whole stretches at once
-        if whole := len(tokens) // size * size:
+        whole = len(tokens) // size * size
+        if whole:
             yield tokens[:whole], owner
         rest = tokens[whole:]
         # Fill stretches with the rest, without a separator that would begin one
         while len(rest):
-            is_separator = (
-                len(rest) <= len(separator) and tuple(unmarked(rest)) == separator[-len(rest) :]
-            )
-            if not num_waiting and is_separator:
+            if not num_waiting and _ends(separator, rest):
                 break
-            part, rest = rest[: size - num_waiting], rest[size - num_waiting :]
+            missing = size - num_waiting
+            part = rest[:missing]
+            rest = rest[missing:]
             waiting.append((part, owner))
             num_waiting += len(part)
             if num_waiting == size:
@@ -399,6 +399,12 @@ def aligned(
                 waiting = []
                 num_waiting = 0
     yield from waiting
+
+
+def _ends(separator: tuple[int, ...], tokens: NDArray[np.int32]) -> bool:
+    """Return whether a separator ends with these tokens, one at least."""
+    number = len(tokens)
+    return number <= len(separator) and tuple(unmarked(tokens)) == separator[-number:]
 
 
 def uncut(
@@ -420,7 +426,8 @@ def uncut(
 
     for tokens, owner in pieces:
         # Yield whole blocks at once
-        if whole := len(tokens) // size * size:
+        whole = len(tokens) // size * size
+        if whole:
             yield tokens[:whole], owner
         rest = boundaries.begun(tokens[whole:])
         if len(rest) <= len(boundaries.separator):
@@ -455,7 +462,9 @@ def _in_blocks(
     def cut(values: NDArray[Any]) -> NDArray[Any]:
         return values[: num_blocks * size].reshape(num_blocks, size)
 
-    tokens, owner, begins = cut(tokens), cut(owner), cut(begins)
+    tokens = cut(tokens)
+    owner = cut(owner)
+    begins = cut(begins)
     if not opening:
         return tokens, owner, begins
     # Insert the opening tokens
@@ -471,7 +480,8 @@ def spread_order(number: int, offset: float = 0.0) -> NDArray[np.intp]:
 
     Items are sorted by the fractional part of ``offset`` plus their index times the golden ratio.
     """
-    return np.argsort((np.arange(number) * _GOLDEN_RATIO + offset) % 1.0)
+    fractions = (np.arange(number) * _GOLDEN_RATIO + offset) % 1.0
+    return np.argsort(fractions)
 
 
 def check_enough(num_documents: int, num_tokens: int, block_size: int, what: str) -> None:

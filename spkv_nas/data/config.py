@@ -9,12 +9,12 @@ from spkv_nas.base import limits, schema
 
 ALL_TASKS: Literal["all-but-qa"] = "all-but-qa"
 AUTO: Literal["auto"] = "auto"
-NO_SEPARATOR, EOS, BOS, EOS_BOS = SEPARATORS = (
-    "none",
-    "eos",
-    "bos",
-    "eos+bos",
-)  # what stands after a document
+# What stands after a document
+NO_SEPARATOR = "none"
+EOS = "eos"
+BOS = "bos"
+EOS_BOS = "eos+bos"
+SEPARATORS = (NO_SEPARATOR, EOS, BOS, EOS_BOS)
 JOINED: Literal["joined"] = "joined"  # tokens see earlier documents of their block
 # Tokens see only their own document, in which positions start again
 SEPARATE: Literal["separate"] = "separate"

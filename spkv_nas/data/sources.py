@@ -113,9 +113,8 @@ def documents(
     file, or lacks its text field.
     """
     opened = [(source, readers.open_source(source, base)) for source in sources]
-    return in_pieces(
-        _distinct(_read(opened, piece, progress), left_out or LeftOut()), piece, progress
-    )
+    distinct = _distinct(_read(opened, piece, progress), left_out or LeftOut())
+    return in_pieces(distinct, piece, progress)
 
 
 def in_pieces(
@@ -131,11 +130,12 @@ def in_pieces(
     if len(first) < ENOUGH:
         total = sum(len(document.text) for document in first)
         done = 0
-        for piece in (piece for document in first for piece in document.pieces(size)):
-            yield piece
-            done += len(piece.text)
-            if progress is not None and total >= 1000:
-                progress(done // 1000, total // 1000)
+        for document in first:
+            for piece in document.pieces(size):
+                yield piece
+                done += len(piece.text)
+                if progress is not None and total >= 1000:
+                    progress(done // 1000, total // 1000)
         return
     for document in chain(first, documents):
         if len(document.text) > MAX_ENCODED_CHARACTERS:
@@ -151,9 +151,8 @@ def as_documents(texts: Any, block_size: int) -> Iterator[Document]:
     Empty and repeated ones are left out, as those of files are. Raises ``UserError`` if an item is no text.
     """
     items = [texts] if isinstance(texts, str | bytes | Mapping | Document) else texts
-    return in_pieces(
-        _distinct(starmap(_item, enumerate(items, 1)), LeftOut()), piece_size(block_size)
-    )
+    documents = starmap(_item, enumerate(items, 1))
+    return in_pieces(_distinct(documents, LeftOut()), piece_size(block_size))
 
 
 def text_argument(name: str, texts: Any) -> Any:
@@ -189,20 +188,21 @@ def text_argument(name: str, texts: Any) -> Any:
 
 def _is_path(text: str) -> bool:
     """Return whether a single string is a path rather than a text."""
-    if "\n" in text or len(text) > _MAX_PATH:
+    if not text or "\n" in text or len(text) > _MAX_PATH:
         return False
-    has_ending = text_files.ending(Path(text)) in text_files.READABLE and " " not in text
-    return has_ending or text.endswith(("/", os.sep)) or (bool(text) and os.path.lexists(text))
+    if " " not in text and text_files.ending(Path(text)) in text_files.READABLE:
+        return True
+    return text.endswith(("/", os.sep)) or os.path.lexists(text)
 
 
 def _item(number: int, item: Any) -> Document:
     """Return a string, a chat or a document as a document that a tokenizer encodes."""
     if isinstance(item, Document):
         document = item
-    elif (chat := chats.as_json(item)) is not None:
-        document = Document(chat, "text", f"text {number}", is_chat=True)
     else:
-        document = Document(item, "text", f"text {number}")
+        chat = chats.as_json(item)
+        text_of_item = item if chat is None else chat
+        document = Document(text_of_item, "text", f"text {number}", is_chat=chat is not None)
     text: object = document.text
     if not isinstance(text, str):
         kind = type(text).__name__
@@ -221,23 +221,34 @@ def _read(
 
     It is not called for up to ``ENOUGH`` documents, which are read before the first is used (``in_pieces``).
     """
-    sizes = [] if progress is None else [source.size for _, source in opened]
-    total = 0 if None in sizes else sum(size or 0 for size in sizes)
+    total = 0 if progress is None else _total_size([source for _, source in opened])
     num_documents = 0
-    num_read = last_reported = 0.0
+    num_read = 0.0
+    last_reported = 0.0
     for source, texts in opened:
         max_documents = None if isinstance(source, str) else source.max_documents
         for text in islice(texts.texts(piece), max_documents):
             yield _document(text)
             num_documents += 1
             num_read += text.size
-            if num_documents <= ENOUGH:
+            if progress is None or not total or num_documents <= ENOUGH:
                 continue
-            if progress is not None and 1000 * (num_read - last_reported) >= total > 0:
+            if 1000 * (num_read - last_reported) >= total:
                 progress(int(min(num_read, total)) // 1000, total // 1000)
                 last_reported = num_read
     if progress is not None and total and num_documents > ENOUGH:
         progress(total // 1000, total // 1000)
+
+
+def _total_size(sources: Iterable[readers.Source]) -> int:
+    """Return the bytes of all sources; 0 if one is not known."""
+    total = 0
+    for source in sources:
+        size = source.size
+        if size is None:
+            return 0
+        total += size
+    return total
 
 
 def _distinct(documents: Iterable[Document], left_out: LeftOut) -> Iterator[Document]:
@@ -252,7 +263,8 @@ def _distinct(documents: Iterable[Document], left_out: LeftOut) -> Iterator[Docu
         key = int(document.id[:16], 16)
         # Look the hash up among recent and earlier documents
         position = int(np.searchsorted(earlier, np.uint64(key)))
-        is_repeated = key in recent or (position < len(earlier) and int(earlier[position]) == key)
+        is_earlier = position < len(earlier) and int(earlier[position]) == key
+        is_repeated = is_earlier or key in recent
         is_empty = not document.text.strip()
         left_out.read += 1
         left_out.empty += is_empty
@@ -269,10 +281,20 @@ def _distinct(documents: Iterable[Document], left_out: LeftOut) -> Iterator[Docu
 
 def _document(text: readers.Text) -> Document:
     """Return a document that can be written: without lone surrogates, and with a domain that fits a CSV cell."""
-    domain = errors.shortened(errors.printable(" ".join(text.domain.split())), MAX_DOMAIN)
+    words = " ".join(text.domain.split())
+    domain = errors.shortened(errors.printable(words), MAX_DOMAIN)
     name = encodable(text.name)
-    whole = "" if text.piece is None else hashlib.sha256(f"name\0{name}".encode()).hexdigest()
-    return Document(encodable(text.text), domain or "text", name, text.piece, whole, text.is_chat)
+    whole = ""
+    if text.piece is not None:
+        whole = hashlib.sha256(f"name\0{name}".encode()).hexdigest()
+    return Document(
+        text=encodable(text.text),
+        domain=domain or "text",
+        name=name,
+        piece=text.piece,
+        whole=whole,
+        is_chat=text.is_chat,
+    )
 
 
 def encodable(text: str) -> str:
@@ -289,9 +311,8 @@ def tokenised(
 ) -> Iterator[tuple[Document, arrays.Tokens]]:
     """Yield each document with its tokens, followed by the separator (``Boundaries.ended``)."""
     for batch in _batches(documents):
-        for document, ids in zip(
-            batch, encode_documents(batch, tokenizer, boundaries.opening), strict=True
-        ):
+        encoded = encode_documents(batch, tokenizer, boundaries.opening)
+        for document, ids in zip(batch, encoded, strict=True):
             yield document, boundaries.ended(ids)
 
 
@@ -305,12 +326,13 @@ def encode_documents(
     """
     texts = [document for document in documents if not document.is_chat]
     ids_of_texts = iter(encode([document.text for document in texts], tokenizer))
-    return [
-        chats.encode(document.text, document.label, tokenizer, opening)
-        if document.is_chat
-        else next(ids_of_texts)
-        for document in documents
-    ]
+    encoded = []
+    for document in documents:
+        if document.is_chat:
+            encoded.append(chats.encode(document.text, document.label, tokenizer, opening))
+        else:
+            encoded.append(next(ids_of_texts))
+    return encoded
 
 
 def only_texts(documents: Iterable[Document], purpose: str) -> Iterator[Document]:
@@ -324,13 +346,13 @@ def only_texts(documents: Iterable[Document], purpose: str) -> Iterator[Document
 def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
     """Yield batches of documents for the tokenizer; larger ones would only cost memory."""
     batch: list[Document] = []
+    num_characters = 0
     for document in documents:
         batch.append(document)
-        if (
-            len(batch) == TOKENIZE_BATCH
-            or sum(len(each.text) for each in batch) >= MAX_ENCODED_CHARACTERS
-        ):
+        num_characters += len(document.text)
+        if len(batch) == TOKENIZE_BATCH or num_characters >= MAX_ENCODED_CHARACTERS:
             yield batch
             batch = []
+            num_characters = 0
     if batch:
         yield batch

@@ -48,10 +48,9 @@ _TRAIN = "train"  # subfolder of a cache folder, of training blocks
 _TEXT = "text"  # subfolder of the text
 _SAMPLE = "sample.npz"
 _NOTES = "sample-notes.json"
-_REACH, _MIN_REACH = (
-    400,
-    2_000_000,
-)  # characters that a sample is chosen from: per token, and at least
+# Characters that a sample is chosen from: per token, and at least
+_REACH = 400
+_MIN_REACH = 2_000_000
 # Version of the choice of held-out tokens, so that results of another choice are not reused
 RULE = 2
 _MAX_PER_TOKEN = 8  # upper bound of characters per token; few tokenizers reach 6
@@ -113,18 +112,16 @@ class SpreadSample:
         if not self._from_beginning:
             order = spread_order(num_whole, int(document.id[8:16], 16) / 2**32)
         starts = [size * int(number) for number in order]
-        starts += [size * num_whole] if len(ids) > size * num_whole else []
+        if len(ids) > size * num_whole:
+            starts.append(size * num_whole)
         # Keep those that precede the last one kept, and drop what the limit no longer needs
         for number, start in enumerate(starts):
             if not self._takes(number, document.id):
                 break
-            part_tokens = ids[start : start + size].copy()
-            insort(
-                self._kept,
-                _Stretch(number, document.id, start, info, part_tokens),
-                key=lambda kept: kept[:2],
-            )
-            self._total += len(part_tokens)
+            tokens = ids[start : start + size].copy()
+            stretch = _Stretch(number, document.id, start, info, tokens)
+            insort(self._kept, stretch, key=lambda kept: kept[:2])
+            self._total += len(tokens)
         while self._total - len(self._kept[-1].tokens) >= self._max_tokens:
             self._total -= len(self._kept.pop().tokens)
 
@@ -139,8 +136,8 @@ class SpreadSample:
         stretches = _balanced(self._kept) if balanced else self._kept
         stretches = sorted(stretches, key=lambda stretch: (stretch.document, stretch.start))
         infos = {stretch.document: stretch.info for stretch in stretches}
-        owner = {document: number for number, document in enumerate(infos)}
-        pieces = [(stretch.tokens, owner[stretch.document]) for stretch in stretches]
+        numbers = {document: number for number, document in enumerate(infos)}
+        pieces = [(stretch.tokens, numbers[stretch.document]) for stretch in stretches]
         return packed(pieces, list(infos.values()), block_size, what, boundaries, self._stretch)
 
     def _takes(self, number: int, document: str) -> bool:
@@ -151,14 +148,14 @@ class SpreadSample:
 def _balanced(stretches: Sequence[_Stretch]) -> Sequence[_Stretch]:
     """Return the stretches of as many rounds as possible, at least one, without a document of too many tokens."""
     # Leave out late rounds until no document has too many tokens
-    while stretches and (last := stretches[-1].round):
-        tokens: dict[str, int] = {}
+    while stretches and stretches[-1].round:
+        sizes: dict[str, int] = {}
         for stretch in stretches:
-            tokens[stretch.document] = tokens.get(stretch.document, 0) + len(stretch.tokens)
-        if max(tokens.values()) <= max(_LARGEST_SHARE, _TWICE_EVEN / len(tokens)) * sum(
-            tokens.values()
-        ):
+            sizes[stretch.document] = sizes.get(stretch.document, 0) + len(stretch.tokens)
+        largest_share = max(_LARGEST_SHARE, _TWICE_EVEN / len(sizes))
+        if max(sizes.values()) <= largest_share * sum(sizes.values()):
             break
+        last = stretches[-1].round
         stretches = [stretch for stretch in stretches if stretch.round < last]
     return stretches
 
@@ -174,20 +171,20 @@ def heldout_share(config: DataConfig, base: Path, announce: Announce = silent) -
     block_characters = _MAX_PER_TOKEN * config.block_size  # characters of a block
     # Read documents until both parts have enough
     hashed: list[tuple[int, int]] = []  # (hash, characters) of each document
-    num_held = held_characters = kept_characters = 0
+    num_held = 0
+    held_characters = 0
+    kept_characters = 0
     for document in documents(config.sources, base, piece=piece_size(config.block_size)):
         key = int(document.id[:8], 16)
         length = len(document.text)
         hashed.append((key, length))
         if key < config.heldout * 2**32:
-            num_held, held_characters = num_held + 1, held_characters + length
+            num_held += 1
+            held_characters += length
         else:
             kept_characters += length
-        if (
-            num_held >= _MIN_DOCUMENTS
-            and held_characters >= block_characters
-            and kept_characters >= block_characters
-        ):
+        has_blocks = min(held_characters, kept_characters) >= block_characters
+        if has_blocks and num_held >= _MIN_DOCUMENTS:
             return config.heldout
     # Choose the nearest number of documents that gives both parts enough
     num_chosen = _parted(sorted(hashed), num_held, block_characters)

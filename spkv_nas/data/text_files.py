@@ -20,11 +20,13 @@ from spkv_nas.base.files import is_file
 
 TEXT_ENDINGS = (".txt", ".md", ".py", ".rst")
 TABLE_ENDINGS = (".jsonl", ".parquet", ".arrow")
+_DATA_ENDINGS = (".txt", *TABLE_ENDINGS)  # of data rather than pages or programs
 READABLE = (*TEXT_ENDINGS, *TABLE_ENDINGS)
 PACKED = (".gz", ".zst")  # endings of compressed files
 _STREAMED = (*TEXT_ENDINGS, ".jsonl")  # what can be read while it is unpacked
 FORMATS = f"{' '.join(READABLE)}, and {' and '.join(PACKED)} of {' '.join(_STREAMED)}"
-_NO_TEXT = {  # files that would be read as text that they are not, and what to do
+# Files that would be read as text that they are not, and what to do
+_NO_TEXT = {
     ".json": "write one JSON object per line (.jsonl)",
     **dict.fromkeys(
         (".csv", ".tsv", ".xlsx", ".feather", ".orc", ".avro"), "convert it to .jsonl or .parquet"
@@ -39,10 +41,8 @@ _NO_TEXT = {  # files that would be read as text that they are not, and what to 
 _METADATA = ("dataset_info.json", "state.json", "dataset_dict.json")  # of saved data sets
 _CACHE = "cache-*.arrow"  # what the datasets library computed from a saved data set
 _MAX_KINDS = 5  # of files to name
-_MAX_UNPACKED, _MAX_RATIO = (
-    1 << 30,
-    100,
-)  # bytes that any file may unpack to, and multiple of a larger file's size
+_MAX_UNPACKED = 1 << 30  # bytes that any file may unpack to
+_MAX_RATIO = 100  # multiple of its size that a larger file may unpack to
 
 
 def ending(file: Path) -> str:
@@ -70,9 +70,8 @@ class Found:
     folder: Path
     readable: list[Path] = field(default_factory=list)
     others: list[Path] = field(default_factory=list)  # of other formats
-    broken: list[Path] = field(
-        default_factory=list
-    )  # links to nothing, and folders that cannot be opened
+    # Links to nothing, and folders that cannot be opened
+    broken: list[Path] = field(default_factory=list)
     card: Path | None = None  # README of a folder of data, which describes it
 
     @property
@@ -121,10 +120,12 @@ def find(folder: Path) -> Found:
 def _set_card_apart(found: Found) -> None:
     """Leave out the README of a folder whose other files are all data, and no pages or programs like it."""
     cards = [file for file in found.readable if file.parent == found.folder and is_card(file)]
-    data = [file for file in found.readable if file not in cards]
-    if len(cards) == 1 and data and all(ending(file) in (".txt", *TABLE_ENDINGS) for file in data):
+    others = [file for file in found.readable if file not in cards]
+    if len(cards) != 1 or not others:
+        return
+    if all(ending(file) in _DATA_ENDINGS for file in others):
         found.card = cards[0]
-        found.readable = data
+        found.readable = others
 
 
 def is_card(file: Path) -> bool:
@@ -143,17 +144,22 @@ def _sort_in(found: Found, file: Path) -> None:
         found.others.append(file)
 
 
+def _kind(file: Path) -> str:
+    """Return the ending by which a file is counted: ``.jsonl.gz`` of a file that is unpacked while it is read."""
+    if file.match(_CACHE):
+        return _CACHE
+    kind = ending(file)
+    suffix = file.suffix.lower()
+    if suffix in PACKED and kind in _STREAMED:
+        kind += suffix
+    return kind or "without an ending"
+
+
 def _kinds(files: Sequence[Path]) -> str:
     """Describe files by number and size of each ending, the largest first, such as "2 .csv (1.20 MiB)"."""
     sizes: dict[str, list[int]] = defaultdict(list)
     for file in files:
-        packed = (
-            file.suffix.lower()
-            if file.suffix.lower() in PACKED and ending(file) in _STREAMED
-            else ""
-        )
-        kind = _CACHE if file.match(_CACHE) else f"{ending(file)}{packed}" or "without an ending"
-        sizes[kind].append(file.stat().st_size)
+        sizes[_kind(file)].append(file.stat().st_size)
     ordered = sorted(sizes, key=lambda kind: (-sum(sizes[kind]), kind))
     parts = [
         f"{len(sizes[kind]):,} {kind} ({units.format_bytes(sum(sizes[kind]))})"

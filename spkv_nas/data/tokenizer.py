@@ -33,6 +33,7 @@ MAX_ENCODED_CHARACTERS = 1_000_000  # maximum length of a text encoded at once
 # Characters per piece in training, as the time of a merge grows with the length of words
 TRAINING_PIECE = 1_000
 PIECE = 8_192  # minimum characters of a piece that serves as a document
+_BEGINNING = (BOS, EOS_BOS)  # separators that begin the next text
 _BLOCKS = 4
 _CHARACTERS_PER_TOKEN = 4
 
@@ -72,7 +73,9 @@ def _end_of_piece(text: str, start: int, size: int) -> int:
 
 def pieces(text: str, most: int = MAX_ENCODED_CHARACTERS) -> Iterator[str]:
     """Yield ``text``, or pieces of up to ``most`` characters if it has more than ``MAX_ENCODED_CHARACTERS``."""
-    start, most = 0, len(text) if len(text) <= MAX_ENCODED_CHARACTERS else most
+    start = 0
+    if len(text) <= MAX_ENCODED_CHARACTERS:
+        most = len(text)
     while len(text) - start > most:
         end = _end_of_piece(text, start, most)
         yield text[start:end]
@@ -89,9 +92,11 @@ def encode(texts: list[str], tokenizer: Tokenizer) -> list[NDArray[np.int32]]:
     """
     if max(map(len, texts), default=0) <= MAX_ENCODED_CHARACTERS:
         return _ids(texts, tokenizer)
-    return [
-        np.concatenate([_ids([piece], tokenizer)[0] for piece in pieces(text)]) for text in texts
-    ]
+    encoded = []
+    for text in texts:
+        parts = [_ids([piece], tokenizer)[0] for piece in pieces(text)]
+        encoded.append(np.concatenate(parts))
+    return encoded
 
 
 def _ids(texts: list[str], tokenizer: Tokenizer) -> list[NDArray[np.int32]]:
@@ -133,7 +138,8 @@ class Boundaries:
     @property
     def filling(self) -> int:
         """Return the token that fills up a block of samples, marked if it is an opening token."""
-        return int((0, *self.ended(np.empty(0, dtype=np.int32)))[-1])
+        end = self.ended(np.empty(0, dtype=np.int32))
+        return int(end[-1]) if len(end) else 0
 
     def without_filling(self, tokens: NDArray[np.int32]) -> NDArray[np.int32]:
         """Return the tokens of a document in blocks as ``ended`` returned them, without the filling of a block."""
@@ -157,9 +163,9 @@ class Boundaries:
     def is_filling(self, tokens: NDArray[np.integer]) -> NDArray[np.bool_]:
         """Return which tokens [..., T] only fill up a block: each is a document, and nothing is measured on it."""
         starts: NDArray[np.bool_] = self.positions(tokens) == 0
-        return starts & np.roll(starts, -1, -1).astype(
-            np.bool_
-        )  # the first token of a block is a start, too
+        # The token after the last one is the first of the block, which is a start, too
+        is_before_start = np.roll(starts, -1, -1).astype(np.bool_)
+        return starts & is_before_start
 
     def num_measured(self, tokens: NDArray[np.integer]) -> tuple[int, int]:
         """Return how many of the tokens [B, T] of blocks are predicted, and how many are text; at least 1 each."""
@@ -204,9 +210,9 @@ class SeparateDocuments(Boundaries):
         """Return the tokens of a document in blocks as ``ended`` returned them, without the filling of a block."""
         last = np.flatnonzero(tokens >= 0).max(initial=-1)  # before the marked tokens at its end
         tokens = tokens[: last + 1 + len(self.opening)]
-        return (
-            tokens if self.opening else self.begun(unmarked(tokens))
-        )  # its parts in other blocks are marked as well
+        if self.opening:
+            return tokens
+        return self.begun(unmarked(tokens))  # its parts in other blocks are marked as well
 
     def with_starts(
         self, tokens: NDArray[np.int32], begins: NDArray[np.bool_]
@@ -236,9 +242,9 @@ class SeparateDocuments(Boundaries):
         """
         is_marked = bool((tokens[..., 0] < 0).all())
         starts = tokens < 0 if is_marked else self._starts_by_id(tokens)
-        position = np.arange(tokens.shape[-1])
-        first: NDArray[np.int64] = np.maximum.accumulate(np.where(starts, position, 0), -1)
-        return position - first
+        columns = np.arange(tokens.shape[-1])
+        first: NDArray[np.int64] = np.maximum.accumulate(np.where(starts, columns, 0), -1)
+        return columns - first
 
     def inputs(self, tokens: "Tensor") -> "dict[str, Tensor]":
         """Return the keyword arguments of a pass over tokens [..., T]: positions tell the model the documents.
@@ -258,12 +264,10 @@ class SeparateDocuments(Boundaries):
         if not self.separator:
             starts[..., 0] = True
             return starts
-        is_separator = (sliding_window_view(tokens, len(self.separator), -1) == self.separator).all(
-            -1
-        )
-        first = len(self.separator) - len(
-            self.opening
-        )  # from the separator to the document that it begins
+        stretches = sliding_window_view(tokens, len(self.separator), -1)
+        is_separator = (stretches == self.separator).all(-1)
+        # From a separator to the document that it begins
+        first = len(self.separator) - len(self.opening)
         is_separator = is_separator[..., : tokens.shape[-1] - first]
         starts[..., first : first + is_separator.shape[-1]] = is_separator
         starts[..., 0] = True
@@ -304,35 +308,47 @@ def boundaries(
     """
     if documents not in (JOINED, SEPARATE):
         raise errors.UserError(f"unknown documents '{documents}'; expected {JOINED} or {SEPARATE}")
-    separator = default_separator(tokenizer, bos) if separator == AUTO else separator
-    begins = separator in (BOS, EOS_BOS)
-    if begins and bos is False:
+    if separator == AUTO:
+        separator = default_separator(tokenizer, bos)
+    if separator in _BEGINNING and bos is False:
         raise errors.UserError(
             f"data.separator is {separator}, but data.bos is false: leave one of them out"
         )
-    # What begins a block
-    opening = special_tokens.tokens_before(tokenizer) if bos is not False else ()
-    if (bos is True or begins) and not opening:
-        opening = (
-            _special(
-                tokenizer.bos_token_id, "BOS", "data.bos is true" if bos is True else separator
-            ),
-        )
+    opening = _opening(tokenizer, separator, bos)
     if len(opening) >= block_size:
         raise errors.UserError(
             f"blocks of {block_size} tokens have no room for text after the {len(opening)} that begin every text\n"
             "use larger blocks (--context; data.block_size in a recipe; block_size in Python), or data.bos: false"
         )
-    # What ends a document
+    end = _end(tokenizer, separator)
+    if documents == SEPARATE:
+        return SeparateDocuments(opening, (*end, *opening))
+    if separator in _BEGINNING:
+        return Boundaries(opening, (*end, *opening))
+    return Boundaries(opening, end)
+
+
+def _opening(tokenizer: Tokenizer, separator: str, bos: Bos) -> tuple[int, ...]:
+    """Return the tokens that begin a block."""
+    if bos is False:
+        return ()
+    opening = special_tokens.tokens_before(tokenizer)
+    if opening:
+        return opening
+    if bos is True:
+        return (_special(tokenizer.bos_token_id, "BOS", "data.bos is true"),)
+    if separator in _BEGINNING:
+        return (_special(tokenizer.bos_token_id, "BOS", separator),)
+    return ()
+
+
+def _end(tokenizer: Tokenizer, separator: str) -> tuple[int, ...]:
+    """Return the tokens that end a document, without those that begin the next one."""
     if separator in (NO_SEPARATOR, BOS):
-        end: tuple[int, ...] = ()
-    elif separator in (EOS, EOS_BOS):
-        end = (_special(tokenizer.eos_token_id, "EOS", separator),)
-    else:
-        end = (_special(tokenizer.get_vocab().get(separator), repr(separator), separator),)
-    if documents == JOINED:
-        return Boundaries(opening, (*end, *opening) if begins else end)
-    return SeparateDocuments(opening, (*end, *opening))
+        return ()
+    if separator in (EOS, EOS_BOS):
+        return (_special(tokenizer.eos_token_id, "EOS", separator),)
+    return (_special(tokenizer.get_vocab().get(separator), repr(separator), separator),)
 
 
 def _special(token: int | None, name: str, asked_for: str) -> int:
