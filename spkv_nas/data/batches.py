@@ -23,9 +23,8 @@ from spkv_nas.base.memory import AdaptiveBatchSize, Result
 from spkv_nas.base.progress import Progress
 from spkv_nas.data.blocks import TokenBlocks
 
-Permutation = Callable[
-    [int, int, int], NDArray[np.int64]
-]  # (number of blocks, seed, epoch) -> block indices
+# (number of blocks, seed, epoch) -> block indices
+Permutation = Callable[[int, int, int], NDArray[np.int64]]
 
 
 def block_tokens(
@@ -35,7 +34,8 @@ def block_tokens(
 
     They are marked (``TokenBlocks.marked``): ``blocks.boundaries.inputs`` makes of them what a model takes.
     """
-    return torch.from_numpy(blocks.marked(slice(start, start + number)).astype(np.int64)).to(device)
+    marked = blocks.marked(slice(start, start + number))
+    return torch.from_numpy(marked.astype(np.int64)).to(device)
 
 
 def run_own_batches(
@@ -82,23 +82,25 @@ def run_own_batches(
 def num_own_blocks(num_blocks: int, batch_size: int) -> int:
     """Return the number of blocks in the batches that this process runs."""
     size, share = _shared(num_blocks, batch_size)
-    return min(share.stop * size, num_blocks) - share.start * size if share else 0
+    if not share:
+        return 0
+    return min(share.stop * size, num_blocks) - share.start * size
 
 
 def num_spare_batches(num_blocks: int, batch_size: int) -> int:
     """Return the number of dummy batches that this process must run to stay in sync with the others."""
     size, share = _shared(num_blocks, batch_size)
-    return math.ceil(math.ceil(num_blocks / size) / num_connected()) - len(share)
+    num_batches = math.ceil(num_blocks / size)
+    return math.ceil(num_batches / num_connected()) - len(share)
 
 
 def _shared(num_blocks: int, batch_size: int) -> tuple[int, range]:
     """Return (blocks per batch, this process's batches): 24 blocks by 8 are two batches of 6 for two processes."""
-    per_process = math.ceil(num_blocks / num_connected())
-    size = (
-        batch_size
-        if num_connected() == 1
-        else math.ceil(per_process / max(1, math.ceil(per_process / batch_size)))
-    )
+    size = batch_size
+    if num_connected() > 1:
+        per_process = math.ceil(num_blocks / num_connected())
+        num_batches = max(1, math.ceil(per_process / batch_size))
+        size = math.ceil(per_process / num_batches)
     size = max(1, size)
     return size, own_share(math.ceil(num_blocks / size))
 
@@ -135,9 +137,8 @@ class BlockOrder:
         first = _epoch(self, epoch, read)
         if number < len(first):
             return int(first[number])
-        later, position = divmod(
-            number - len(first), min(self.per_epoch, self.num_blocks // self.ratio)
-        )
+        per_epoch = min(self.per_epoch, self.num_blocks // self.ratio)
+        later, position = divmod(number - len(first), per_epoch)
         return int(_epoch(self, epoch + 1 + later, 0)[position])
 
     def longer(self, ratio: int, start: int) -> "BlockOrder":

@@ -35,13 +35,12 @@ from spkv_nas.data.tokenizer import (
     unmarked,
 )
 
-_TOKENS, _OWNER, _BEGINS, _DOCUMENTS, _RECORD = _FILES = (
-    "tokens.bin",
-    "document.bin",
-    "begins.bin",
-    "documents.jsonl",
-    "blocks.json",
-)
+_TOKENS = "tokens.bin"
+_OWNER = "document.bin"
+_BEGINS = "begins.bin"
+_DOCUMENTS = "documents.jsonl"
+_RECORD = "blocks.json"
+_FILES = (_TOKENS, _OWNER, _BEGINS, _DOCUMENTS, _RECORD)
 _WHAT = "record of token blocks"
 _INT32 = np.dtype("<i4")
 _STATES = "sources.json"  # per folder: hashes of source states, newest first
@@ -277,8 +276,10 @@ class BlockCache:
     def folder(self, content: "ContentKey") -> Path:
         """Return the folder of the text with this content, which holds the text in its current state."""
         folder = self.root / content.name(self._decided)
-        states = [state for state in _read_states(folder / _STATES) if state != self._state]
-        files.write_json(folder / _STATES, {"states": [self._state, *states][:_MAX_STATES]})
+        file = folder / _STATES
+        others = [state for state in _read_states(file) if state != self._state]
+        states = [self._state, *others]
+        files.write_json(file, {"states": states[:_MAX_STATES]})
         return folder
 
     @cached_property
@@ -306,7 +307,8 @@ class ContentKey:
     def pass_on(self, documents: Iterable[sources.Document]) -> Iterator[sources.Document]:
         """Add each document, and yield it."""
         for document in documents:
-            self._key.update("\0".join([document.id, document.domain, document.label, ""]).encode())
+            parts = [document.id, document.domain, document.label, ""]
+            self._key.update("\0".join(parts).encode())
             yield document
 
     def name(self, decided: Iterable[str]) -> str:
@@ -329,8 +331,6 @@ def _read_states(file: Path) -> list[str]:
 def fingerprint(tokenizer: Tokenizer) -> str:
     """Return a string that identifies how a tokenizer encodes text."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    return (
-        str(backend.to_str())
-        if backend is not None
-        else json.dumps(tokenizer.get_vocab(), sort_keys=True)
-    )
+    if backend is not None:
+        return str(backend.to_str())
+    return json.dumps(tokenizer.get_vocab(), sort_keys=True)

@@ -27,14 +27,11 @@ def as_json(value: Any) -> str | None:
     messages = value.get("messages") if isinstance(value, Mapping) else value
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
         return None
-    if not all(
-        isinstance(message, Mapping) and _ROLE in message and _CONTENT in message
-        for message in messages
-    ):
-        return None
-    kept = [
-        {key: entry for key, entry in message.items() if entry is not None} for message in messages
-    ]
+    kept = []
+    for message in messages:
+        if not isinstance(message, Mapping) or not message.keys() >= {_ROLE, _CONTENT}:
+            return None
+        kept.append({key: entry for key, entry in message.items() if entry is not None})
     return json.dumps(kept, ensure_ascii=False, default=str) if kept else ""
 
 
@@ -56,9 +53,8 @@ def encode(chat: str, name: str, tokenizer: Any, opening: tuple[int, ...]) -> To
             f"{name}: the model's chat template refuses it: {errors.first_line(error)}"
         ) from error
     ids = np.array(encoded["input_ids"], dtype=np.int32)
-    return (
-        ids[len(opening) :] if opening and tuple(ids[: len(opening)].tolist()) == opening else ids
-    )
+    beginning = tuple(ids[: len(opening)].tolist())
+    return ids[len(opening) :] if beginning == opening else ids
 
 
 def no_template(name: str) -> str:
@@ -71,6 +67,6 @@ def may_have_template(folder: Path) -> bool:
     if any((folder / name).exists() for name in TEMPLATE_FILES):
         return True
     file = folder / _CONFIG
-    return files.is_file(file) and bool(
-        files.read_json(file, "tokenizer config").get("chat_template")
-    )
+    if not files.is_file(file):
+        return False
+    return bool(files.read_json(file, "tokenizer config").get("chat_template"))

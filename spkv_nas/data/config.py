@@ -106,9 +106,8 @@ class DataConfig(schema.Section):
     bos: Bos = Field(
         AUTO,
         description="begin every block with a BOS token; auto: with whatever the tokenizer puts before a text",
-        exclude_if=lambda bos: (
-            bos == AUTO
-        ),  # hashes and records of recipes stay as before the key existed
+        # Hashes and records of recipes stay as before the key existed
+        exclude_if=lambda bos: bos == AUTO,
     )
     separator: str = Field(
         AUTO,

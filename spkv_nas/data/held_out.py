@@ -26,25 +26,18 @@ def hold_out(
 
     Raises ``UserError``: the documents that can be held out are shorter than a block.
     """
-    lengths = dict(zip(*np.unique(blocks.document, return_counts=True), strict=True))
-    share = min(tokens / blocks.tokens.size, HELD_OUT_SHARE) if share is None else share
+    if share is None:
+        share = min(tokens / blocks.tokens.size, HELD_OUT_SHARE)
     held: dict[str, int] = {}  # tokens by text
-    # Hold out documents of each domain, in an order that does not depend on the rest of the text
-    infos = sorted(
-        enumerate(blocks.documents),
-        key=lambda item: hashlib.sha256(item[1].text_id.encode()).digest(),
-    )
+    # Hold out documents of each domain
+    lengths_by_domain = _lengths(blocks)
     for domain in blocks.domains:
-        texts: dict[str, int] = defaultdict(int)  # tokens by text, whose pieces stay together
-        for index, info in infos:
-            if info.domain == domain and index in lengths:
-                texts[info.text_id] += int(lengths[index])
-        whole = sum(texts.values())
+        lengths = lengths_by_domain[domain]
+        whole = sum(lengths.values())
         wanted = share * whole
-        for text, length in texts.items():
-            if (
-                wanted > 0 and 2 * length <= whole
-            ):  # a longer one would leave too little to rank heads on
+        for text, length in lengths.items():
+            # A longer one would leave too little to rank heads on
+            if wanted > 0 and 2 * length <= whole:
                 held[text] = length
                 wanted -= length
     if sum(held.values()) < blocks.block_size:
@@ -53,6 +46,21 @@ def hold_out(
             f"leaves less than a block of {blocks.block_size} tokens: give more documents, or the window (--window)"
         )
     rest = blocks.in_random_order(0, held)
-    return rest, blocks.in_random_order(0, blocks.text_ids - held.keys()).spread(
-        max(1, tokens // blocks.block_size)
-    )
+    held_out = blocks.in_random_order(0, blocks.text_ids - held.keys())
+    return rest, held_out.spread(max(1, tokens // blocks.block_size))
+
+
+def _lengths(blocks: TokenBlocks) -> dict[str, dict[str, int]]:
+    """Return the tokens of each text, whose pieces stay together, by domain.
+
+    Texts are in an order that does not depend on the rest of the text: that of their hashes.
+    """
+    indices, counts = np.unique(blocks.document, return_counts=True)
+    tokens = dict(zip(indices.tolist(), counts.tolist(), strict=True))
+    documents = [(index, info) for index, info in enumerate(blocks.documents) if index in tokens]
+    documents.sort(key=lambda item: hashlib.sha256(item[1].text_id.encode()).digest())
+    lengths: dict[str, dict[str, int]] = defaultdict(dict)
+    for index, info in documents:
+        of_domain = lengths[info.domain]
+        of_domain[info.text_id] = of_domain.get(info.text_id, 0) + tokens[index]
+    return lengths

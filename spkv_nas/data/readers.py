@@ -26,9 +26,7 @@ COLUMN = ":column="  # between the path of a source and the name of the column w
 TEXT = "text"
 MESSAGES = "messages"
 _TABLE_ROWS = 256  # rows of a table in memory at once
-_MAX_LINE = (
-    512 << 20
-)  # bytes of a line, so that a file without line breaks does not fill the memory
+_MAX_LINE = 512 << 20  # bytes, so that a file without line breaks does not fill the memory
 _CHECKED = 20  # files of a folder whose beginning is read before anything is computed
 _CHUNK = 1 << 16  # characters of a long file read at once; longer strings would fragment the heap
 
@@ -255,17 +253,15 @@ class HubDataset:
             f"{json.dumps(dict(self.options), sort_keys=True)} {version} {dict(files)} {origins}"
         )
         names = sorted({str(name) for split_files in files.values() for name in split_files})
-        return "\n".join(
-            [description, *(_state(Path(name), name) for name in names if is_file(Path(name)))]
-        )
+        states = [_state(Path(name), name) for name in names if is_file(Path(name))]
+        return "\n".join([description, *states])
 
     def texts(self, piece: int) -> Iterator[Text]:
         """Yield one text per row."""
         with self._loading():  # no such split
             rows = self._builder.as_streaming_dataset(split=self.options.get("split") or "train")
-        yield from _rows(
-            self._streamed(rows), self.name, self.options.get("domain") or self.name, self.options
-        )
+        domain = self.options.get("domain") or self.name
+        yield from _rows(self._streamed(rows), self.name, domain, self.options)
 
     @cached_property
     def _builder(self) -> Any:
@@ -278,17 +274,20 @@ class HubDataset:
     @property
     def _split(self) -> tuple[int | None, int]:
         """Return (bytes, rows) of the split; None and 0 if unknown."""
-        split = (self._builder.info.splits or {}).get(self.options.get("split") or "train")
+        splits = self._builder.info.splits or {}
+        split = splits.get(self.options.get("split") or "train")
         if split is None or not split.num_bytes or not split.num_examples:
             return None, 0
         return int(split.num_bytes), int(split.num_examples)
 
     def _streamed(self, rows: Iterable[Mapping[str, Any]]) -> Iterator[Row]:
         """Yield the rows, and convert any error while streaming."""
-        number, (size, length) = 0, self._split
+        number = 0
+        num_bytes, num_rows = self._split
+        row_bytes = num_bytes / num_rows if num_bytes else 0.0
         try:
             for number, row in enumerate(rows, 1):
-                yield f"{self.name}, row {number - 1}", row, size / length if size else 0.0
+                yield f"{self.name}, row {number - 1}", row, row_bytes
         except Exception as error:  # network or file errors of any kind
             raise UserError(
                 f"data set '{self.name}' cannot be read after {number} rows: {first_line(error)}"
@@ -328,7 +327,8 @@ def _text_file(file: Path, piece: int) -> Iterator[tuple[int | None, str, float]
             yield None, head, content.num_read
             return
         # Cut a long text while reading it
-        number = num_read = 0
+        number = 0
+        num_read = 0
         try:
             chunks = chain([head], iter(lambda: stream.read(_CHUNK), ""))
             for number, text in enumerate(tokenizer.cut(chunks, piece)):
@@ -353,7 +353,9 @@ def _json_lines(file: Path, _options: Mapping[str, Any]) -> Iterator[Row]:
                 location = f"{file}, line {number}"
                 if len(line) > _MAX_LINE:
                     raise UserError(f"{location}: a line of more than {_MAX_LINE >> 20} MiB")
-                text = (line.removeprefix(codecs.BOM_UTF8) if number == 1 else line).strip()
+                if number == 1:
+                    line = line.removeprefix(codecs.BOM_UTF8)
+                text = line.strip()
                 if not text:
                     continue
                 try:
@@ -397,10 +399,12 @@ def _arrow(file: Path, options: Mapping[str, Any]) -> Iterator[Row]:
             except pyarrow.ArrowInvalid:
                 reader = pyarrow.ipc.open_file(content)
                 batches = map(reader.get_batch, range(reader.num_record_batches))
-            number = num_read = 0
+            number = 0
+            num_read = 0
             for batch in batches:
                 chosen = batch.select(_columns(batch.schema.names, options))
-                size, num_read = (content.tell() - num_read) / max(len(batch), 1), content.tell()
+                size = (content.tell() - num_read) / max(len(batch), 1)
+                num_read = content.tell()
                 for start in range(0, len(batch), _TABLE_ROWS):
                     for row in chosen.slice(start, _TABLE_ROWS).to_pylist():
                         yield f"{file}, row {number}", row, max(size, 0.0)
@@ -415,11 +419,9 @@ _TABLES = {".jsonl": _json_lines, ".parquet": _parquet, ".arrow": _arrow}
 def _columns(names: Sequence[str], options: Mapping[str, Any]) -> list[str]:
     """Return the columns of a table to read: those with text and domain, or all where the text is missing."""
     text_field, domain_field = _fields(names, options)
-    return (
-        [name for name in names if name in (text_field, domain_field)]
-        if text_field in names
-        else list(names)
-    )
+    if text_field not in names:
+        return list(names)
+    return [name for name in names if name in (text_field, domain_field)]
 
 
 def _fields(names: Collection[str], options: Mapping[str, Any]) -> tuple[str, str]:
@@ -439,21 +441,17 @@ def _rows(
         chat = chats.as_json(value)
         # Name the location and the fields of a row without text
         if chat is None and not isinstance(value, str):
-            is_absent = text_field not in row
-            problem = (
-                f"no field '{text_field}'"
-                if is_absent
-                else f"field '{text_field}' is {_kind(value)}, not text"
-            )
+            problem = f"no field '{text_field}'"
+            if text_field in row:
+                problem = f"field '{text_field}' is {_kind(value)}, not text"
             raise UserError(
                 f"{location}: {problem}; its fields: {', '.join(row)}\ncorrect or remove the row, or name the field "
                 f"with the text: --data PATH{COLUMN}FIELD\n"
                 "in a recipe's data.sources, add text_field: FIELD to the source"
             )
         # Prefer the configured domain to the row's own, and that to the default
-        row_domain = options.get("domain") or (
-            domain if row_domain in (None, "") else str(row_domain)
-        )
+        row_domain = domain if row_domain in (None, "") else str(row_domain)
+        row_domain = options.get("domain") or row_domain
         text = str(value).removeprefix(BYTE_ORDER_MARK) if chat is None else chat
         yield Text(text, row_domain, f"{origin}#{number}", size, is_chat=chat is not None)
 
