@@ -16,9 +16,8 @@ from spkv_nas.data.sources import documents, only_texts
 SQUAD = "qa_1"
 HOTPOT = "qa_2"
 _MAX_BYTES = 1 << 30
-Haystack = Callable[
-    [int], list[str]
-]  # parts of a text, such as lines or sentences, by number of units
+# Parts of a text, such as lines or sentences, by number of units
+Haystack = Callable[[int], list[str]]
 _MAX_DOCUMENTS = 1000
 _MAX_WORDS = 500_000
 _LONGEST = 60  # maximum words per sentence; text without full stops is cut

@@ -18,10 +18,8 @@ _ENOUGH = 0.02  # share of the length that may stay empty
 _AIM = 0.01  # share of it that a guess aims for
 _FIRST = 4  # units of the first guess
 _GROWTH = 16  # maximum growth factor of the next one
-_GUESSES, _TRIES = (
-    16,
-    64,
-)  # guesses by tokens per unit before bisection, which takes 24 tries for 2^24 units
+_GUESSES = 16  # by tokens per unit, before bisection
+_TRIES = 64  # in all; bisection takes 24 for 2^24 units
 
 
 @dataclass(frozen=True)
@@ -31,9 +29,7 @@ class Sample:
     task: str  # name of the task
     prompt: str  # text and question
     answer_prefix: str  # beginning of the answer, on a line of its own
-    answers: tuple[
-        str, ...
-    ]  # strings that the answer must contain; for questions on documents any one suffices
+    answers: tuple[str, ...]  # the answer must contain all, for questions on documents any of them
     num_tokens: int  # tokens of prompt and prefix, including special tokens
     new_tokens: int  # maximum tokens to generate: RULER's number, or that of the answer if the tokenizer needs more
 

@@ -25,12 +25,10 @@ class RulerBlocks:
 
     tokenizer: Tokenizer  # tokenizer of the model
     block_size: int  # tokens per block
-    tasks: tuple[
-        str, ...
-    ]  # tasks that each sample is drawn from; a task that does not fit is replaced by another
-    lengths: tuple[
-        int, ...
-    ]  # token lengths; each block draws one for its samples, and holds as many as fit
+    # Tasks that each sample is drawn from; a task that does not fit is replaced by another
+    tasks: tuple[str, ...]
+    # Token lengths; each block draws one for its samples, and holds as many as fit
+    lengths: tuple[int, ...]
     learns_all: bool  # True if text and question are learned too, not only the answers
     seed: int  # seed of the samples
     material: Material  # essays and questions of the user
@@ -49,8 +47,9 @@ class RulerBlocks:
 
         The first token of each separate sample is marked (``Boundaries.with_starts``).
         """
-        tokens, learned = self._packed(number)
-        return self.boundaries.with_starts(unmarked(tokens), tokens < 0).astype(np.int64), learned
+        packed, learned = self._packed(number)
+        tokens = self.boundaries.with_starts(unmarked(packed), packed < 0)
+        return tokens.astype(np.int64), learned
 
     def _packed(self, number: int) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
         """Return the tokens of a block, those that begin a text marked, and which of them are learned."""
@@ -72,21 +71,27 @@ class RulerBlocks:
             end = position + len(sample_tokens)
             # Write prompt and answer, and mark the tokens to learn
             tokens[position:end] = sample_tokens
-            learned[position if self.learns_all else answer : end] = True
-            num_samples, position = num_samples + 1, end
+            first_learned = position if self.learns_all else answer
+            learned[first_learned:end] = True
+            num_samples += 1
+            position = end
         return tokens, learned
 
     def held_out(self, num_blocks: int) -> TokenBlocks:
         """Return blocks that no run learns from, each a document of the domain ``ruler``."""
         held_out_blocks = replace(self, seed=_HELD_OUT_SEED)
         marked = np.stack([held_out_blocks._packed(number)[0] for number in range(num_blocks)])
-        owner = np.repeat(np.arange(num_blocks, dtype=np.int32)[:, None], self.block_size, 1)
-        infos = tuple(
+        numbers = np.arange(num_blocks, dtype=np.int32)
+        infos = [
             DocumentInfo(f"{DOMAIN}-{number}", DOMAIN, f"sample {number}")
             for number in range(num_blocks)
-        )
+        ]
         return TokenBlocks(
-            unmarked(marked), owner, infos, boundaries=self.boundaries, begins=marked < 0
+            tokens=unmarked(marked),
+            document=np.repeat(numbers[:, None], self.block_size, 1),
+            documents=tuple(infos),
+            boundaries=self.boundaries,
+            begins=marked < 0,
         )
 
     def _draw(self, rng: Random, index: int, length: int) -> Sample:

@@ -123,18 +123,19 @@ class Needles:
         # Word the question
         answers = [value for number in queried for value in values[number]]
         is_plural = len(answers) > 1
-        values_of_keys = (
-            f"magic {self.value}{'s' if is_plural else ''} of {_listed([keys[i] for i in queried])}"
-        )
+        noun = f"magic {self.value}s" if is_plural else f"magic {self.value}"
+        verb = "are" if is_plural else "is"
+        queried_keys = _listed([keys[number] for number in queried])
         head = (
             f"Remember the magic {self.value}s that this text names. You will be asked for them.\n"
         )
-        question = f"\nWhat {'are' if is_plural else 'is'} the {values_of_keys}?"
+        question = f"\nWhat {verb} the {noun} of {queried_keys}?"
 
         def render(number: int) -> str:
-            return f"{head}{hide(haystack(number), needles, depths, separator)}{question}"
+            text = hide(haystack(number), needles, depths, separator)
+            return f"{head}{text}{question}"
 
-        prefix = f"In the text the {values_of_keys} {'are' if is_plural else 'is'}"
+        prefix = f"In the text the {noun} of {queried_keys} {verb}"
         return fill(request, render, prefix, answers, new_tokens=128)
 
     def _needle(self, key: str, value: str) -> str:
@@ -262,9 +263,8 @@ class CommonWords:
         order = rng.getrandbits(64)
 
         def render(number: int) -> str:
-            return example + self._prompt(
-                Random(order), common * form.often + others[:number] * form.seldom
-            )
+            entries = common * form.often + others[:number] * form.seldom
+            return example + self._prompt(Random(order), entries)
 
         least = self.num_common
         return fill(
@@ -279,9 +279,11 @@ class CommonWords:
 
     def _drawn(self, rng: Random, number: int) -> tuple[list[str], list[str]]:
         """Draw ``number`` distinct words, with pairs if there are too few; return (common ones, others)."""
-        drawn = rng.sample(words.all_words(), min(number, len(words.all_words())))
+        known = words.all_words()
+        drawn = rng.sample(known, min(number, len(known)))
         seen = set(drawn)
-        drawn += [words.new(lambda: words.word_pair(rng), seen) for _ in range(number - len(drawn))]
+        while len(drawn) < number:
+            drawn.append(words.new(partial(words.word_pair, rng), seen))
         return drawn[: self.num_common], drawn[self.num_common :]
 
     def _prompt(self, rng: Random, entries: list[str]) -> str:
@@ -316,28 +318,20 @@ class FrequentWords:
         # Draw the coded words
         seen: set[str] = set()
         num_words = max(request.length // self.tokens_per_word, self.num_answers + 2)
-        coded = [
-            _DOTS,
-            *(
-                words.new(lambda: words.letters(rng, self.num_letters), seen)
-                for _ in range(num_words - 1)
-            ),
-        ]
+        coded = [_DOTS]
+        while len(coded) < num_words:
+            coded.append(words.new(partial(words.letters, rng, self.num_letters), seen))
         # Let their frequencies follow a power law (Zipf)
-        shares = [
-            rank**-self.exponent / float(zeta(self.exponent)) for rank in range(1, num_words + 1)
-        ]
+        total = float(zeta(self.exponent))
+        shares = [rank**-self.exponent / total for rank in range(1, num_words + 1)]
         order = rng.getrandbits(64)
-        last = (
-            self.num_answers
-        )  # rank, from 0, of the last answer, which must occur more often than the next word
+        # Rank, from 0, of the last answer, which must occur more often than the next word
+        last = self.num_answers
 
         def render(size: int) -> str:
-            entries = [
-                word
-                for word, share in zip(coded, shares, strict=True)
-                for _ in range(int(size * share))
-            ]
+            entries: list[str] = []
+            for word, share in zip(coded, shares, strict=True):
+                entries += [word] * int(size * share)
             Random(order).shuffle(entries)
             head = "Count how often each coded word is in this text; the dots are none."
             return f"{head}\n{' '.join(entries)}\nQuestion: Which {last} coded words are there most often?"
@@ -371,9 +365,8 @@ class DocumentQuestions:
         order = _order(len(questions.questions), request.seed)
         replacements = (request.rng.randrange(len(order)) for _ in range(_TRIES - 1))
         indices = chain((request.index % len(order),), replacements)
-        return first_fitting(
-            partial(self._ask, request, questions, questions.questions[order[i]]) for i in indices
-        )
+        asked = (questions.questions[order[index]] for index in indices)
+        return first_fitting(partial(self._ask, request, questions, question) for question in asked)
 
     def _ask(self, request: Request, questions: Questions, question: Question) -> Sample:
         rng = request.rng
@@ -399,8 +392,15 @@ class DocumentQuestions:
             )
             return f"Answer the question from these documents, in a few words.\n\n{texts}\n\nQuestion: {question.text}"
 
-        documents = {"least": len(question.documents), "most": len(chosen)}
-        sample = fill(request, render, "Answer:", question.answers[:1], new_tokens=32, **documents)
+        sample = fill(
+            request,
+            render,
+            "Answer:",
+            question.answers[:1],
+            new_tokens=32,
+            least=len(question.documents),
+            most=len(chosen),
+        )
         return replace(sample, answers=question.answers)
 
 
@@ -460,6 +460,12 @@ def generate(
     Raises ``UserError`` if there is no such task, its documents are missing, or it does not fit in the length.
     """
     check_task(task)
-    return TASKS[task].generate(
-        Request(task, seed, index, length, tokenizer, is_answered), material
+    request = Request(
+        task=task,
+        seed=seed,
+        index=index,
+        length=length,
+        tokenizer=tokenizer,
+        is_answered=is_answered,
     )
+    return TASKS[task].generate(request, material)
