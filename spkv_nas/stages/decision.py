@@ -21,7 +21,6 @@ from spkv_nas.evaluation.verdict import criteria, criterion
 from spkv_nas.evaluation.verdict.contenders import Contender, ScoreStore
 from spkv_nas.evaluation.verdict.trial import Outcome, Trial, contest_text, text_in_random_order
 from spkv_nas.model import checkpoint, windows
-from spkv_nas.probing import measure
 from spkv_nas.stages import sized_model
 from spkv_nas.stages.options import DENSE
 from spkv_nas.stages.options.verdict import DecisionOptions, reads_text
@@ -74,9 +73,8 @@ def prepare(
     separator, documents = recorded_reading(layouts.values())
     subject = replace(subject, given_separator=separator, documents=options.documents or documents)
     # Comparisons of layouts take documents besides those of the samples
-    if ranked_on is not None and options.max_tokens is not None:
-        read_tokens = options.max_tokens + measure.selection_tokens(subject.length)
-        subject = replace(subject, read_tokens=read_tokens)
+    if ranked_on is not None:
+        subject = subject.reading(options.max_tokens)
     text = None
     num_left_out = None
     circumstances = None
@@ -92,14 +90,7 @@ def prepare(
         text, circumstances = _text(options, model, whole, report, selected, reporter)
     # Prepare the samples of every criterion
     store = _store(options, subject, model, reporter)
-    setting = criterion.Setting(
-        dense=model,
-        known_tokenizer=tokenizer,
-        text=text,
-        seed=SEED,
-        identity=checkpoint.checkpoint_hash(options.model),
-        reporter=reporter,
-    )
+    setting = _setting(options, (model, tokenizer), text, reporter)
     trial = Trial.of(margins, setting, store, circumstances, contest)
     name = options.name or probe_of(options.folders, layouts.values()) or subject.name
     positions = checkpoint.read_size(options.model).positions
@@ -135,6 +126,21 @@ def _store(
         options.folders.run_dir(subject.family) / "verdict",
         load=lambda source: load(options, source, reporter)[0],
         setting=(str(options.dtype), str(device.measuring_device(options.device))),
+    )
+
+
+def _setting(
+    options: DecisionOptions, loaded: Loaded, text: TokenBlocks | None, reporter: progress.Reporter
+) -> criterion.Setting:
+    """Return what every criterion measures with."""
+    model, tokenizer = loaded
+    return criterion.Setting(
+        dense=model,
+        known_tokenizer=tokenizer,
+        text=text,
+        seed=SEED,
+        identity=checkpoint.checkpoint_hash(options.model),
+        reporter=reporter,
     )
 
 

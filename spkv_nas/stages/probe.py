@@ -80,13 +80,8 @@ def probe(
     signal = chosen_signal(options)
     options = replace(options, signal=signal.name)
     # Load the model and the text
-    subject = _subject(options, reporter)
-    if compares is not None:
-        read_tokens = compares + measure.selection_tokens(subject.length)
-        subject = replace(subject, read_tokens=read_tokens)
-    measured = _load(
-        subject, signal, options, reporter, needs_unseen=is_step, tell_unseen=tell_unseen
-    )
+    subject = _subject(options, reporter).reading(compares)
+    measured = _load(subject, signal, options, reporter, is_step=is_step, tell_unseen=tell_unseen)
     origin = _origin(subject, measured, options, reporter)
     run_options = _run_options(signal, subject, measured, options)
     _expect(signal, measured, options, reporter)
@@ -132,7 +127,7 @@ def _load(
     options: ProbeOptions,
     reporter: Reporter,
     *,
-    needs_unseen: bool,
+    is_step: bool,
     tell_unseen: Callable[[int], None] | None,
 ) -> Measured:
     """Load the model and the text, half of which costs of windows leave unseen."""
@@ -144,7 +139,7 @@ def _load(
     )
     if signal.name != signals.WINDOW_COSTS.name or options.max_tokens is not None:
         return measured
-    measured = _half(measured, options, reporter, is_needed=needs_unseen)
+    measured = _half(measured, options, reporter, is_needed=is_step)
     if tell_unseen is not None:
         tell_unseen(measured.whole.tokens.size - measured.blocks.tokens.size)
     return measured

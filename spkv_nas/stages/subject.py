@@ -176,6 +176,14 @@ class Subject:
             self.source, tuple(options.data), options.max_tokens
         )
 
+    def reading(self, tokens: int | None) -> Subject:
+        """Return the subject that reads of the user's text ``tokens`` and those that select layouts; None: itself."""
+        if tokens is None:
+            return self
+        from spkv_nas.probing.measure import selection_tokens
+
+        return replace(self, read_tokens=tokens + selection_tokens(self.length))
+
     def load(
         self,
         reporter: Reporter = SILENT,
