@@ -16,10 +16,18 @@ from spkv_nas.engines.registry import planned_engines
 from spkv_nas.probing.signals import BUDGET, SEED, SIGNALS, SINKS, STEPS
 
 MEMORY = "Constraints and memory"
+WORKSPACE = Flag(
+    "Workspace folder; contains probes/, layouts/, reports/, runs/.", ("--workspace", "-w")
+)
+DEVICE = Flag(
+    "cpu, cuda, or auto: shard a model that is measured over all GPUs.",
+    ("--device",),
+    values=("cpu", "cuda", "auto"),
+)
 _LEVELS = (
-    *(f"level-{n}" for n in (*range(11), 13)),
+    *(f"level-{number}" for number in (*range(11), 13)),
     "llama-3-8b",
-    *(f"micro-{n}" for n in range(5)),
+    *(f"micro-{number}" for number in range(5)),
 )
 _RECIPE = "Recipe file (YAML): model, text, training and gates."
 _RECIPE_FILE = Flag(_RECIPE, argument=True)
@@ -73,20 +81,16 @@ def with_options_of(
 
     def declare(options_class: type[Options]) -> type[Options]:
         for name, option in registry.shared_options().items():
-            if (
-                get_origin(get_type_hints(options_class, include_extras=True).get(name))
-                is Annotated
-            ):
+            entries = list(option.defaults)
+            hints = get_type_hints(options_class, include_extras=True)
+            if get_origin(hints.get(name)) is Annotated:
                 raise errors.UserError(
-                    f"{registry.noun} {next(iter(option.defaults))} has an option '{name}', which is one of {command} "
-                    "itself\nrename the option, or uninstall its package"
+                    f"{registry.noun} {entries[0]} has an option '{name}', which is one of {command} itself\n"
+                    "rename the option, or uninstall its package"
                 )
             options_class.__annotations__[name] = Annotated[option.type | None, option.flag]
-            setattr(
-                options_class,
-                name,
-                flag.default(None, option.default_text, note=takers_note([*option.defaults])),
-            )
+            default = flag.default(None, option.default_text, note=takers_note(entries))
+            setattr(options_class, name, default)
         return options_class
 
     return declare
@@ -95,20 +99,14 @@ def with_options_of(
 def takers_note(names: list[str]) -> str:
     """Return the sentence that names the entries to which an option applies."""
     *most, last = names
-    return f"Applies to {', '.join(most)} and {last}." if most else f"Applies to {last}."
+    if not most:
+        return f"Applies to {last}."
+    return f"Applies to {', '.join(most)} and {last}."
 
 
 # Workspace, names and devices
-WORKSPACE = Flag(
-    "Workspace folder; contains probes/, layouts/, reports/, runs/.", ("--workspace", "-w")
-)
 Root = Annotated[Path, WORKSPACE]
 Name = Annotated[str | None, Flag("Name of the results.")]
-DEVICE = Flag(
-    "cpu, cuda, or auto: shard a model that is measured over all GPUs.",
-    ("--device",),
-    values=("cpu", "cuda", "auto"),
-)
 Device = Annotated[str | None, DEVICE]
 Dtype = Annotated[
     str | None, Flag("Compute precision: float32, bfloat16 or float16.", values=device.DTYPES)
@@ -266,9 +264,11 @@ Level = Annotated[
     str | None,
     Flag(
         "Level of the paper's model ladder: level-0 to level-10, level-13, llama-3-8b, micro-0 to micro-4.",
-        metavar="LEVEL", argument=True, values=_LEVELS,
+        metavar="LEVEL",
+        argument=True,
+        values=_LEVELS,
     ),
-]  # fmt: skip
+]
 Density = Annotated[float | None, Flag("Share of keys beyond the window that SP-KV keeps.")]
 CalibrationName = Annotated[
     str | None, Flag("Use the times of this calibration in the workspace.", metavar="NAME")

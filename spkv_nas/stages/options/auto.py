@@ -83,27 +83,30 @@ class AutoOptions(Trains):
 
     def search(self, probe: str | None) -> critical_budget.CriticalBudgetOptions:
         """Return the options that find the smallest memory by the costs of a probe."""
-        budget = self.budget or (MEMORY if self.memory is None else f"{MEMORY}={self.memory}")
+        budget = self.budget
+        if not budget:
+            budget = MEMORY if self.memory is None else f"{MEMORY}={self.memory}"
         return critical_budget.CriticalBudgetOptions(
             budgets=[budget], probe=probe, batch=self.batch, **self._decision(probe)
         )
 
     def verdict(self, probe: str, checkpoints: list[str]) -> VerdictOptions:
         """Return the options that decide whether retrained hybrids pass, on half of twice as much text."""
-        max_tokens = 2 * (self.max_tokens or HELD_OUT_TOKENS)
-        return replace(
-            VerdictOptions(candidates=checkpoints, **self._decision(probe)), max_tokens=max_tokens
-        )
+        options = VerdictOptions(candidates=checkpoints, **self._decision(probe))
+        return replace(options, max_tokens=2 * (self.max_tokens or HELD_OUT_TOKENS))
 
     def _decision(self, probe: str | None) -> dict[str, Any]:
         """Return the options of a decision; with retraining there are two, which share the risk."""
-        risk = self.risk if self.retrain is None else f"{50.0 * parse_risk(self.risk):g}%"
-        limits = {
+        risk = self.risk
+        if self.retrain is not None:
+            risk = f"{50.0 * parse_risk(self.risk):g}%"
+        return {
+            "name": probe,
             "margin": self.margin,
             "risk": risk,
             "max_tokens": self.max_tokens or HELD_OUT_TOKENS,
+            **self.measured,
         }
-        return {"name": probe, **limits, **self.measured}
 
     def export(self, layout: Path | None, model: str) -> ExportOptions:
         """Return the options that export a model with a layout; None: its own."""

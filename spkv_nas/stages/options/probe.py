@@ -94,15 +94,20 @@ def check_memory(options: ProbeOptions) -> None:
 
 def chosen_signal(options: ProbeOptions) -> Signal:
     """Return the signal with its options, by default density with gates or a recipe; ``UserError`` if one is wrong."""
-    name = options.signal or DENSITY.name
-    if options.signal is None and options.recipe is None:
-        from spkv_nas.model.checkpoint import read_gates
-        from spkv_nas.stages.subject import Subject
-
-        if read_gates(Subject.of(options, REFERENCE, "probe on").source) is None:
-            name = defaults.RECOMMENDED if options.memory is None else WINDOW_COSTS.name
-    # Give it the options that are set
-    signal = SIGNALS[name]
-    values = {option: getattr(options, option) for option in SIGNALS.shared_options()}
+    signal = SIGNALS[options.signal or _default_signal(options)]
+    values = {name: getattr(options, name) for name in SIGNALS.shared_options()}
     SIGNALS.check_options(signal, values)
     return signal.with_options(values)
+
+
+def _default_signal(options: ProbeOptions) -> str:
+    """Return the name of the signal that is measured by default."""
+    if options.recipe is not None:
+        return DENSITY.name
+    from spkv_nas.model.checkpoint import read_gates
+    from spkv_nas.stages.subject import Subject
+
+    subject = Subject.of(options, REFERENCE, "probe on")
+    if read_gates(subject.source) is not None:
+        return DENSITY.name
+    return defaults.RECOMMENDED if options.memory is None else WINDOW_COSTS.name

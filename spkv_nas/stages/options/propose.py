@@ -59,5 +59,5 @@ class ProposeOptions(
 
 
 # The help lists the strategies of the registry, those of installed packages included
-_STRATEGIES = "; ".join(f"{strategy.name}: {strategy.help}" for strategy in STRATEGIES)
-ProposeOptions.__doc__ = f"{ProposeOptions.__doc__}\n    Strategies: {_STRATEGIES}.\n    "
+_listed = "; ".join(f"{strategy.name}: {strategy.help}" for strategy in STRATEGIES)
+ProposeOptions.__doc__ = f"{ProposeOptions.__doc__}\n    Strategies: {_listed}.\n    "
