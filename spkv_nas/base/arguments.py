@@ -13,8 +13,8 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from spkv_nas.base.errors import UserError, shortened
 
-Converters = Mapping[str, Callable[[Any], Any]]  # by the name of a class
-_UNFIT: Any = object()  # returned for a value that is not of a kind
+Converters = Mapping[str, Callable[[Any], object]]  # by the name of a class
+_UNFIT = object()  # returned for a value that is not of a kind
 _WORDS: dict[Any, str] = {
     int: "a whole number",
     float: "a finite number",
@@ -26,8 +26,8 @@ _WORDS: dict[Any, str] = {
 
 def convert(
     what: str,
-    kind: Any,
-    value: Any,
+    kind: object,
+    value: object,
     converters: Converters | None = None,
     remedy: str = "",
 ) -> Any:
@@ -57,14 +57,14 @@ def convert(
     raise UserError(f"{message}: {remedy}" if remedy else message)
 
 
-def _kinds(kind: Any) -> tuple[Any, ...]:
+def _kinds(kind: object) -> tuple[object, ...]:
     """Return the members of a union, or a single kind."""
     return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
 
 
-def _as(what: str, kind: Any, value: Any, converters: Converters, remedy: str) -> Any:
+def _as(what: str, kind: object, value: object, converters: Converters, remedy: str) -> object:
     """Return ``value`` as one kind, or ``_UNFIT``."""
-    origin = get_origin(kind) or kind
+    origin: Any = get_origin(kind) or kind
     # Compare kinds that are not classes by rules of their own
     if origin is Any:
         return value
@@ -88,7 +88,7 @@ def _as(what: str, kind: Any, value: Any, converters: Converters, remedy: str) -
     return value
 
 
-def _is_one_of(value: Any, literals: Sequence[Any]) -> bool:
+def _is_one_of(value: object, literals: Sequence[object]) -> bool:
     """Return whether a value is a literal, or a text that equals one."""
     if isinstance(value, str | bytes) and value in literals:
         return True
@@ -122,11 +122,11 @@ def _number(kind: type, value: Any) -> Any:
     return int(float(value)) if float(value).is_integer() else _UNFIT
 
 
-def _word(kind: Any) -> str:
+def _word(kind: object) -> str:
     """Return the words for a kind in an error."""
     if get_origin(kind) is Literal:
         return " or ".join(map(repr, get_args(kind)))
-    origin = get_origin(kind) or kind
+    origin: Any = get_origin(kind) or kind
     if origin in (Sequence, Iterable, Mapping):
         items = " or ".join(_word(item) for item in _kinds(get_args(kind)[-1]))
         return f"a {origin.__name__.lower()}, each item {items}"

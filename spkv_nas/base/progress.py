@@ -167,15 +167,7 @@ class Agenda:
         """Return the sum of what the steps have left, each by the speed of its unit; None if one is unknown."""
         now = self._now()
         steps = [step for step in self._steps.values() if not step.ended]
-        # Correct speeds by the steps under way
-        paces = dict(self._paces)
-        for step in steps:
-            if step.begun is not None and step.done > step.before:
-                seconds, work = step.own(now)
-                earlier = self._pace(step.unit, paces)
-                trust = 0.0 if earlier is None else _TRUST * step.work
-                paces[step.unit] = (seconds + trust * (earlier or 0.0)) / (work + trust)
-        # Add up what is left
+        paces = self._corrected_paces(steps, now)
         total = 0.0
         for step in steps:
             if step.work <= step.done:
@@ -188,6 +180,21 @@ class Agenda:
                 done = min(_MOST * step.work, (now - step.begun) / pace)
             total += pace * max(0.0, step.work - done)
         return total
+
+    def _corrected_paces(self, steps: Sequence[_Step], now: float) -> dict[str, float]:
+        """Return the seconds of each unit, corrected by the steps under way."""
+        paces = dict(self._paces)
+        for step in steps:
+            if step.begun is None or step.done <= step.before:
+                continue
+            seconds, work = step.own(now)
+            earlier = self._pace(step.unit, paces)
+            if earlier is None:
+                paces[step.unit] = seconds / work
+            else:
+                trust = _TRUST * step.work
+                paces[step.unit] = (seconds + trust * earlier) / (work + trust)
+        return paces
 
     @staticmethod
     def _pace(unit: str, paces: Mapping[str, float]) -> float | None:
@@ -205,12 +212,15 @@ def log_lines(title: str) -> Display:
     ) -> None:
         nonlocal last
         now = time.monotonic()
-        if now - last >= EVERY:
-            last = now
-            remaining = "" if left is None else f"{clock(left)} left"
-            LOGGER.info(
-                ", ".join(filter(None, (f"{title}: {count(done, total, unit)}", note, remaining)))
-            )
+        if now - last < EVERY:
+            return
+        last = now
+        parts = [f"{title}: {count(done, total, unit)}"]
+        if note:
+            parts.append(note)
+        if left is not None:
+            parts.append(f"{clock(left)} left")
+        LOGGER.info(", ".join(parts))
 
     return tell
 
