@@ -54,9 +54,8 @@ def write_atomic(path: Path, content: str | bytes) -> None:
             # Write a temporary file through to disk before it replaces the old one
             path.parent.mkdir(parents=True, exist_ok=True)
             temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-            with temporary.open(
-                "xb"
-            ) as file:  # its mode follows the umask, unlike that of ``tempfile``
+            # Its mode follows the umask, unlike that of ``tempfile``
+            with temporary.open("xb") as file:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
@@ -127,7 +126,7 @@ def yaml_line(value: object) -> str:
     return text.removesuffix("\n").removesuffix("\n...")
 
 
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
+def write_json(path: Path, content: Mapping[str, object]) -> None:
     """Write plain values as JSON, keeping the order of keys, as ``write_atomic``."""
     write_atomic(path, json.dumps(content, indent=1) + "\n")
 
@@ -136,7 +135,8 @@ def write_npz(path: Path, arrays: Mapping[str, NDArray[Any]], *, compressed: boo
     """Write arrays by name to an ``.npz`` file, in their order, as ``write_atomic``."""
     buffer = io.BytesIO()
     by_name: dict[str, Any] = dict(arrays)
-    (np.savez_compressed if compressed else np.savez)(buffer, **by_name)
+    save = np.savez_compressed if compressed else np.savez
+    save(buffer, **by_name)
     write_atomic(path, buffer.getvalue())
 
 

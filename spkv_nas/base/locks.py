@@ -48,10 +48,8 @@ class FolderLock:
                 self._lock.acquire(timeout=seconds)
         except Timeout:
             return False
-        except (
-            OSError,
-            NotImplementedError,
-        ) as error:  # the latter if the file system has no locks
+        # The latter if the file system has no locks
+        except (OSError, NotImplementedError) as error:
             raise errors.UserError(
                 f"cannot lock {self._folder}: {errors.first_line(error)}\nchoose a writable folder with --workspace"
             ) from error

@@ -207,9 +207,8 @@ class _Unpacked(io.RawIOBase):
         else:
             import pyarrow
 
-            self._stream = pyarrow.CompressedInputStream(
-                pyarrow.PythonFile(packed, mode="r"), "zstd"
-            )
+            file = pyarrow.PythonFile(packed, mode="r")
+            self._stream = pyarrow.CompressedInputStream(file, "zstd")
 
     def readable(self) -> bool:
         """Return True."""
@@ -219,9 +218,8 @@ class _Unpacked(io.RawIOBase):
         """Unpack into a buffer; return the number of bytes, 0 at the end."""
         try:
             content = self._stream.read(len(buffer))
-        except (
-            Exception
-        ) as error:  # of zlib, gzip and pyarrow: EOFError, zlib.error, ArrowInvalid, ...
+        # Errors of zlib, gzip and pyarrow: EOFError, zlib.error, ArrowInvalid, ...
+        except Exception as error:
             raise OSError(f"cannot unpack it: {first_line(error)}") from error
         self._num_unpacked += len(content)
         if self._num_unpacked > max(_MAX_UNPACKED, _MAX_RATIO * self._size):

@@ -39,7 +39,9 @@ def plan_of(
         probe.ProbeOptions: plan_probe,
         train_hybrid.TrainHybridOptions: plan_train_hybrid,
     }
-    plan = planned.get(type(options)) or import_module(commands.stage_module(type(options))).plan
+    plan = planned.get(type(options))
+    if plan is None:
+        plan = import_module(commands.stage_module(type(options))).plan
     result: Plan | forecast.Forecast = plan(options, reporter)
     return result
 
@@ -59,16 +61,23 @@ def plan_probe(
     planner = planner_of(options, options.recipe, reporter)
     signal = probe.chosen_signal(options)
     # Count the passes over the held-out text
-    tokens = planner.text.heldout(planner.recipe.data)
-    limit = options.max_tokens or (defaults.SCORING_TOKENS if signal.computes_logits else tokens)
-    work = signal.work(planner.size.heads.grid, min(limit, tokens), planner.recipe.data.block_size)
+    data = planner.recipe.data
+    tokens = planner.text.heldout(data)
+    if options.max_tokens is not None:
+        tokens = min(tokens, options.max_tokens)
+    elif signal.computes_logits:
+        tokens = min(tokens, defaults.SCORING_TOKENS)
+    work = signal.work(planner.size.heads.grid, tokens, data.block_size)
     # Add the models that are trained first
+    if signal.needs_gates:
+        runs = reference_runs(planner)
+        variant = Variant.sp_kv()
+    else:
+        runs = planner.dense()
+        variant = Variant.full_attention()
     name = "probe" if signal.name == DENSITY.name else signal.name
-    variant = Variant.sp_kv() if signal.needs_gates else Variant.full_attention()
-    trained = reference_runs(planner) if signal.needs_gates else planner.dense()
-    return planner.plan(
-        [*trained, planner.heldout_pass(name, variant, work.passes, work.tokens, work.effort)]
-    )
+    runs.append(planner.heldout_pass(name, variant, work.passes, work.tokens, work.effort))
+    return planner.plan(runs)
 
 
 def plan_train_hybrid(
@@ -85,9 +94,8 @@ def plan_train_hybrid(
         layout_share(layout, context, table.native_windows) for layout in proposal.layouts.values()
     ]
     proposal.warn_of_windows({comparison.SP_KV: planner.recipe.gates.window}, memory)
-    return planner.plan(
-        hybrid_runs(planner, hybrid_variants(layouts, reference=options.reference), options.seeds)
-    )
+    variants = hybrid_variants(layouts, reference=options.reference)
+    return planner.plan(hybrid_runs(planner, variants, options.seeds))
 
 
 def reference_runs(planner: Planner) -> list[PlannedRun]:
@@ -101,15 +109,13 @@ def hybrid_runs(
     """Return the runs of a comparison of variants, and the pass that scores its layouts before training."""
     runs = planner.dense()
     for seed in range(planner.recipe.seed, planner.recipe.seed + seeds):
-        runs += [
-            planner.branch(name if seeds == 1 else f"{name}, seed {seed}", variant, seed)
-            for name, variant in variants.items()
-        ]
+        for name, variant in variants.items():
+            title = name if seeds == 1 else f"{name}, seed {seed}"
+            runs.append(planner.branch(title, variant, seed))
     if any(run.state != FINISHED for run in runs):
         scored = 1 + sum(variant.layout is not None for variant in variants.values())
-        runs.append(
-            planner.heldout_pass("zero-shot scores (at most)", Variant.full_attention(), scored)
-        )
+        dense = Variant.full_attention()
+        runs.append(planner.heldout_pass("zero-shot scores (at most)", dense, scored))
     return runs
 
 

@@ -61,12 +61,10 @@ def generate(options: GenerateOptions, reporter: progress.Reporter) -> None:
 
     # Read the prompt; ``check`` requires one
     prompt = options.prompt or ""
-    if options.file is not None:
-        prompt = (
-            sys.stdin.read()
-            if str(options.file) == "-"
-            else files.read_text(options.file, "prompt")
-        )
+    if options.file is not None and str(options.file) == "-":
+        prompt = sys.stdin.read()
+    elif options.file is not None:
+        prompt = files.read_text(options.file, "prompt")
     # Generate
     reporter.announce(f"loading {options.model}")
     model, tokenizer = checkpoint.load_on(
@@ -99,10 +97,8 @@ def show(result: "Generation") -> None:
     )
     # Print the density of a model with gates
     if result.density is not None:
-        is_known = not math.isnan(result.density)
-        density = (
-            f"{100 * result.density:.1f} %" if is_known else "unknown (no key left the window)"
-        )
-        console.err.print(
-            f"density {density}{'' if result.tau is None else f' at tau {result.tau:g}'}"
-        )
+        density = f"{100 * result.density:.1f} %"
+        if math.isnan(result.density):
+            density = "unknown (no key left the window)"
+        threshold = "" if result.tau is None else f" at tau {result.tau:g}"
+        console.err.print(f"density {density}{threshold}")

@@ -26,13 +26,16 @@ def run(options: TrainHybridOptions, reporter: Reporter) -> commands.Result:
     # Warn before hours of work
     reporter.caution(table.missed_price)
     memory = [
-        layout_share(x, recipe.data.block_size, table.native_windows)
-        for x in proposal.layouts.values()
+        layout_share(layout, recipe.data.block_size, table.native_windows)
+        for layout in proposal.layouts.values()
     ]
-    gates = {f"{SP_KV} (recipe {recipe_file})": recipe.gates.window} if options.reference else None
-    proposal.warn_of_windows(gates, memory)
-    for line in recipe.warnings() if options.reference else ():
-        reporter.caution(f"warning: {line}")
+    if options.reference:
+        gates = {f"{SP_KV} (recipe {recipe_file})": recipe.gates.window}
+        proposal.warn_of_windows(gates, memory)
+        for line in recipe.warnings():
+            reporter.caution(f"warning: {line}")
+    else:
+        proposal.warn_of_windows(memory=memory)
     # Retrain and compare
     result = hybrids.train_by_recipe(
         recipe,

@@ -68,17 +68,21 @@ def nll(options: NLLOptions, reporter: Reporter = SILENT) -> commands.Result:
     if gates is not None and options.tau in (None, gates.tau):
         reporter.caution(diagnosis.missed_price(gates.target_density, evaluation.density))
     # Measure the baseline
-    pair = (
-        None if options.against is None else _pair(options, subject, measured, evaluation, reporter)
-    )
+    pair = None
+    if options.against is not None:
+        pair = _pair(options, subject, measured, evaluation, reporter)
     # Count the documents that selected the model's layout
     layout = config_section.saved_layout(measured.model.config)
-    selected = (
-        Selected() if layout is None else find_selected(options.folders, {subject.name: layout})
-    )
-    used = (selected.count(measured.blocks), selected.among(measured.blocks))
+    selected = Selected()
+    if layout is not None:
+        selected = find_selected(options.folders, {subject.name: layout})
     result = NLLResult(
-        subject.name, evaluation, options.folders.report_dir(subject.name), *used, pair
+        name=subject.name,
+        evaluation=evaluation,
+        folder=options.folders.report_dir(subject.name),
+        num_selection=selected.count(measured.blocks),
+        selected_by=selected.among(measured.blocks),
+        pair=pair,
     )
     return commands.Result(result, show, document)
 
@@ -92,9 +96,8 @@ def _pair(
     # Measure the baseline
     model, _ = load(options, against, reporter)
     with reporter.bar("evaluating --against", "blocks") as progress:
-        baseline = evaluate(
-            model, blocks, batch_size=micro_batch.fitting_batch(model, blocks), progress=progress
-        )
+        batch_size = micro_batch.fitting_batch(model, blocks)
+        baseline = evaluate(model, blocks, batch_size=batch_size, progress=progress)
     # Make the rows of both
     key = hashlib.sha256()
     blocks.feed(key)
@@ -108,11 +111,9 @@ def _pair(
 
 def _variant(source: str) -> str:
     """Return what the run of a checkpoint trained, such as the name of a layout; "" if no run record says it."""
-    origin = (
-        None
-        if source.startswith(assets.EMBEDDED_PREFIX)
-        else result_tables.run_origin(Path(source))
-    )
+    if source.startswith(assets.EMBEDDED_PREFIX):
+        return ""
+    origin = result_tables.run_origin(Path(source))
     return "" if origin is None else origin.variant
 
 
@@ -123,10 +124,10 @@ def _add_rows(
     with locks.locked(folder, "writes evaluation.csv", reporter.announce):
         earlier = result_tables.EVALUATION.read(folder)
         if earlier is not None:
-            rows = merged(earlier[0], rows)
-        result_tables.EVALUATION.write(
-            folder, rows, {**origin, "inputs": rows["text"].iloc[0]}, reporter
-        )
+            earlier_rows, _ = earlier
+            rows = merged(earlier_rows, rows)
+        record = {**origin, "inputs": rows["text"].iloc[0]}
+        result_tables.EVALUATION.write(folder, rows, record, reporter)
     return rows
 
 
@@ -135,11 +136,9 @@ def show(result: NLLResult) -> None:
     # Print the NLL and the density
     measured = result.evaluation
     nll = result.evaluation.nll
-    density = (
-        ""
-        if measured.density is None
-        else f", density {100 * measured.density:.1f} % at tau {measured.tau:g}"
-    )
+    density = ""
+    if measured.density is not None:
+        density = f", density {100 * measured.density:.1f} % at tau {measured.tau:g}"
     text = (
         f"{nll.num_tokens.sum():,} tokens in {nll.num_documents} documents "
         f"(effective number {nll.effective_documents:.1f})"
@@ -162,7 +161,8 @@ def show(result: NLLResult) -> None:
 def document(result: NLLResult) -> dict[str, Any]:
     """Return the NLL, and if there is a baseline its NLL, the difference, and all rows of ``evaluation.csv``."""
     document = {"name": result.name, **_document(result.evaluation)}
-    if (pair := result.pair) is not None:
+    pair = result.pair
+    if pair is not None:
         document["against"] = {
             "model": pair.against,
             "nll": pair.evaluation.nll.mean,
@@ -200,9 +200,8 @@ def sweep(options: NLLOptions, reporter: Reporter = SILENT) -> commands.Result:
     rows = sweep_table(points)
     origin = measured_on(subject, measured, points[0].nll)
     distributed.on_main(lambda: _write_sweep(folder, rows, origin, reporter))
-    return commands.Result(
-        SweepResult(subject.name, points[0], rows, folder), show_sweep, sweep_document
-    )
+    result = SweepResult(subject.name, points[0], rows, folder)
+    return commands.Result(result, show_sweep, sweep_document)
 
 
 def _write_sweep(
@@ -218,19 +217,15 @@ def show_sweep(result: SweepResult) -> None:
     """Print NLL and density at every threshold."""
     nll = result.evaluation.nll
     text = f"{nll.num_tokens.sum():,} tokens in {nll.num_documents} documents"
-    grid = console.Table(
-        "tau", "density %", "NLL", "ΔNLL %", title=f"{console.escape(result.name)}: {text}"
-    )
+    title = f"{console.escape(result.name)}: {text}"
+    grid = console.Table("tau", "density %", "NLL", "ΔNLL %", title=title)
     for row in result.rows.itertuples():
-        difference = (
-            printing.change(row.delta_nll_percent, row.delta_nll_standard_error) if row.tau else "-"
-        )
-        grid.add_row(
-            f"{row.tau:.4g}" if row.tau else "open",
-            f"{100 * row.density:.1f}",
-            f"{row.nll:.4f}",
-            difference,
-        )
+        tau = "open"
+        difference = "-"
+        if row.tau:
+            tau = f"{row.tau:.4g}"
+            difference = printing.change(row.delta_nll_percent, row.delta_nll_standard_error)
+        grid.add_row(tau, f"{100 * row.density:.1f}", f"{row.nll:.4f}", difference)
     console.out.print(grid)
     printing.about_errors(nll.num_documents, nll.effective_documents)
     console.print_path("sweep", result.folder / "tau-sweep.png")
