@@ -26,8 +26,10 @@ def check_device(device: str | None, *, spreads: bool = False) -> None:
     """Raise ``UserError`` unless a device is None, cpu, cuda, cuda:N, or ``AUTO`` if a command ``spreads`` models."""
     if device == AUTO and not spreads:
         raise errors.UserError(
-            "--device auto is for probe, evaluate and score, which place a model's layers on all GPUs\n"
-            "leave it out; training uses several GPUs with torchrun, and sharding: fsdp in the recipe"
+            "--device auto is for probe, evaluate and score, "
+            "which place a model's layers on all GPUs\n"
+            "leave it out; training uses several GPUs with torchrun, "
+            "and sharding: fsdp in the recipe"
         )
     if device not in (None, AUTO) and not re.fullmatch(r"cpu|cuda(:\d{1,3})?", device):
         raise errors.UserError(f"--device '{device}' is unknown; expected cpu or cuda")
@@ -37,7 +39,8 @@ def measuring_device(device: str | None) -> str:
     """Return the device of the first layers, as ``choose_device`` but also for ``AUTO``, in a single process."""
     if device == AUTO and distributed.num_processes() > 1:
         raise errors.UserError(
-            "--device auto places a model on all GPUs in one process, but torchrun starts a process per GPU\n"
+            "--device auto places a model on all GPUs in one process, "
+            "but torchrun starts a process per GPU\n"
             "use one of the two: torchrun is faster if the model fits on one GPU"
         )
     return choose_device(None if device == AUTO else device)

@@ -128,8 +128,10 @@ def blocks_per_process(batch_size: int, multiple: int = 1) -> int:
     if batch_size % (processes * multiple):
         multiple_text = "" if multiple == 1 else f", {multiple} together"
         raise UserError(
-            f"a batch_size of {batch_size} blocks cannot be divided evenly among {processes} processes{multiple_text}\n"
-            f"batch sizes count the blocks of all processes: use a multiple of {processes * multiple}"
+            f"a batch_size of {batch_size} blocks cannot be divided "
+            f"evenly among {processes} processes{multiple_text}\n"
+            "batch sizes count the blocks of all processes: "
+            f"use a multiple of {processes * multiple}"
         )
     return batch_size // processes
 

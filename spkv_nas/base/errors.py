@@ -1,7 +1,10 @@
 """User-facing error."""
 
 # Cause of values that are not finite, and what to do
-OVERFLOW = "the model's weights are damaged or diverged, or its activations overflow in its dtype: load it in float32"
+OVERFLOW = (
+    "the model's weights are damaged or diverged, "
+    "or its activations overflow in its dtype: load it in float32"
+)
 MAX_CHARACTERS = 900  # of a message: the content of a hostile file must not fill the screen
 
 

@@ -53,7 +53,8 @@ def check_installed(package: str, key: str) -> None:
         extra = next((extra for extra, packages in EXTRAS.items() if package in packages), None)
         requirement = package if extra is None else f"'spkv-nas[{extra}]'"
         raise UserError(
-            f"{key}: {package} is not installed\npip install {requirement} installs it; or leave {key} out"
+            f"{key}: {package} is not installed\n"
+            f"pip install {requirement} installs it; or leave {key} out"
         )
 
 

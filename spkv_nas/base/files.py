@@ -41,7 +41,8 @@ def as_user_error(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise UserError(
-            f"cannot write {path}: {error.strerror or error}\nfree disk space, or choose a writable folder"
+            f"cannot write {path}: {error.strerror or error}\n"
+            "free disk space, or choose a writable folder"
         ) from error
 
 
@@ -77,7 +78,8 @@ def read_text(path: Path, what: str, *, max_bytes: int = _MAX_BYTES) -> str:
             data = file.read(max_bytes + 1)
         if len(data) > max_bytes:
             raise UserError(
-                f"{what} {path} has more than {max_bytes >> 20} MiB, more than any valid file of this kind"
+                f"{what} {path} has more than {max_bytes >> 20} MiB, "
+                "more than any valid file of this kind"
             )
         check_utf8(data)
         return io.TextIOWrapper(io.BytesIO(data), encoding="utf-8-sig").read()
@@ -209,7 +211,8 @@ def parse_yaml(text: str, where: str) -> dict[str, Any]:
     """Parse a YAML mapping strictly; ``UserError``, which starts with ``where``, if it is invalid."""
     if len(text) > _MAX_YAML:
         raise UserError(
-            f"{where} has more than {_MAX_YAML >> 20} Mi characters, more than any valid file of this kind"
+            f"{where} has more than {_MAX_YAML >> 20} Mi characters, "
+            "more than any valid file of this kind"
         )
     try:
         data = yaml.load(text, Loader=_StrictLoader)

@@ -61,5 +61,6 @@ def check_counts(config: Mapping[str, Any], what: str) -> None:
         most = _MAX_COUNTS.get(key)
         if most is not None and isinstance(value, int | float) and value > most:
             raise UserError(
-                f"{what}: '{key}' in its config is {value:.6g}; more than {most:,} are not supported"
+                f"{what}: '{key}' in its config is {value:.6g}; "
+                f"more than {most:,} are not supported"
             )

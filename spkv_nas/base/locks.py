@@ -51,7 +51,8 @@ class FolderLock:
         # The latter if the file system has no locks
         except (OSError, NotImplementedError) as error:
             raise errors.UserError(
-                f"cannot lock {self._folder}: {errors.first_line(error)}\nchoose a writable folder with --workspace"
+                f"cannot lock {self._folder}: {errors.first_line(error)}\n"
+                "choose a writable folder with --workspace"
             ) from error
         # Record this process as the holder; the lock works without that
         with suppress(OSError):

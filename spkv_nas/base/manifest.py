@@ -126,7 +126,8 @@ def _refuse_added(folder: Path, hashes: Collection[str], what: str) -> None:
     for name in sorted(path.name for path in folder.iterdir()):
         if _is_read(name) and name not in hashes:
             raise UserError(
-                f"{what} {folder}: {name} is not listed in its {MANIFEST}: it was added later\n{_REMEDY}"
+                f"{what} {folder}: {name} is not listed in its {MANIFEST}: "
+                f"it was added later\n{_REMEDY}"
             )
 
 

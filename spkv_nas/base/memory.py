@@ -72,7 +72,8 @@ def require(num_bytes: float, what: str, remedy: str, *, device: str = "cpu") ->
         needed = units.format_bytes(round(num_bytes))
         available = units.format_bytes(free)
         raise errors.UserError(
-            f"{what}: needs at least {needed} of memory, but only {available} is available\n{remedy}"
+            f"{what}: needs at least {needed} of memory, "
+            f"but only {available} is available\n{remedy}"
         )
 
 

@@ -59,12 +59,14 @@ def read_record(path: Path, what: str, schema: type[Recorded] = Recorded) -> dic
     # Refuse damaged binary files, warn of edited tables
     if damaged_names:
         raise UserError(
-            f"{path.parent / damaged_names[0]} is damaged: it does not match {path.name}, which records its hash\n"
+            f"{path.parent / damaged_names[0]} is damaged: "
+            f"it does not match {path.name}, which records its hash\n"
             "remove it, or run the command that wrote it again"
         )
     if edited:
         warnings.warn(
-            f"{', '.join(str(path.parent / name) for name in edited)}: edited or damaged after it was written\n"
+            f"{', '.join(str(path.parent / name) for name in edited)}: "
+            "edited or damaged after it was written\n"
             f"it is used as it is; remove the key '{_KEY}' from {path} if the change is intended",
             stacklevel=2,
         )

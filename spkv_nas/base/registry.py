@@ -185,7 +185,8 @@ class Registry(Generic[Item]):
                 if (known.type, known.flag) != (option.type, option.flag):
                     other = next(iter(known.defaults))
                     raise errors.UserError(
-                        f"{self.noun}s {other} and {entry.name} declare --{name.replace('_', '-')} with different "
+                        f"{self.noun}s {other} and {entry.name} declare "
+                        f"--{name.replace('_', '-')} with different "
                         f"flags\nrename the option of {entry.name}, or reuse the flag of {other}"
                     )
                 known.defaults.update(option.defaults)
@@ -241,7 +242,10 @@ def reinstall_hint() -> str:
         points = distribution("spkv-nas").entry_points
         if any(point.group.startswith("spkv_nas.") for point in points):
             return ""
-    return f"\nthe installed spkv-nas registers no entry points, so some commands and options are missing: {REINSTALL}"
+    return (
+        "\nthe installed spkv-nas registers no entry points, "
+        f"so some commands and options are missing: {REINSTALL}"
+    )
 
 
 def _is_own(point: EntryPoint) -> bool:

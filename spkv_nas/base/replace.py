@@ -105,7 +105,8 @@ def check_new(folder: Path) -> Path:
         tempfile.TemporaryFile(dir=parent).close()
     except OSError as error:
         raise errors.UserError(
-            f"{folder} cannot be written, because of {parent}: {error.strerror or error}\nchoose another --out"
+            f"{folder} cannot be written, because of {parent}: "
+            f"{error.strerror or error}\nchoose another --out"
         ) from error
     return target
 
@@ -151,7 +152,8 @@ def _rename(partial: Path, final: Path) -> None:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise
         raise errors.UserError(
-            f"{final} was written by another process in the meantime, and is left as it is: choose another --out"
+            f"{final} was written by another process in the meantime, "
+            "and is left as it is: choose another --out"
         ) from error
 
 

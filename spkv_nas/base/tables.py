@@ -175,7 +175,8 @@ def _parse(texts: "pd.Series[str]", column: Column, where: str) -> pd.Series:
     if not is_valid.all():
         line = texts.index[int(is_valid.to_numpy().argmin())]
         raise UserError(
-            f"{where}, line {line}: column '{column.name}' must be {column.expected}; found '{texts[line][:100]}'"
+            f"{where}, line {line}: column '{column.name}' must be {column.expected}; "
+            f"found '{texts[line][:100]}'"
         )
     if column.kind == "whole" and not column.gaps:
         return values.astype(np.int64)

@@ -146,9 +146,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Measure which KV heads need global attention, propose hybrid layouts, and validate them by retraining.\n\n"
-    "Start with spkv-nas auto MODEL TEXT --out DIR, which finds the smallest KV cache within a loss and exports the "
-    "hybrid. To retrain layouts, start with spkv-nas init MODEL TEXT; each command then prints the next one (next: "
-    "spkv-nas ...). spkv-nas probe without arguments measures the embedded reference model (21 layers x 3 KV heads).",
+    "Start with spkv-nas auto MODEL TEXT --out DIR, "
+    "which finds the smallest KV cache within a loss and exports the "
+    "hybrid. To retrain layouts, start with spkv-nas init MODEL TEXT; "
+    "each command then prints the next one (next: "
+    "spkv-nas ...). spkv-nas probe without arguments measures "
+    "the embedded reference model (21 layers x 3 KV heads).",
 )
 evaluate = typer.Typer(name="evaluate", cls=EvaluationGroup)
 layout = typer.Typer(help="Show, compare and convert layout files.", no_args_is_help=True)
@@ -209,7 +212,8 @@ def _options(
 ) -> None:
     if num_processes() > 1 and (name := context.invoked_subcommand) not in DISTRIBUTED:
         raise errors.UserError(
-            f"{name} does not run under torchrun (only {', '.join(DISTRIBUTED)} do): run it without torchrun"
+            f"{name} does not run under torchrun (only {', '.join(DISTRIBUTED)} do): "
+            "run it without torchrun"
         )
 
 
@@ -220,7 +224,8 @@ def _check_processes(context: typer.Context) -> None:
     if name is not None and num_processes() > 1 and not EVALUATIONS[name].distributed:
         distributed = ", ".join(entry.name for entry in EVALUATIONS if entry.distributed)
         raise errors.UserError(
-            f"evaluate {name} does not run under torchrun (only {distributed} do): run it without torchrun"
+            f"evaluate {name} does not run under torchrun (only {distributed} do): "
+            "run it without torchrun"
         )
 
 

@@ -104,7 +104,8 @@ class _Inputs:
 
         if checkpoint_hash(self.options.model) != self.model_hash:
             raise errors.UserError(
-                f"model {self.options.model} was replaced while it was measured\n{advice}run the same command again"
+                f"model {self.options.model} was replaced while it was measured\n"
+                f"{advice}run the same command again"
             )
 
 
@@ -347,7 +348,8 @@ def _export(options: AutoOptions, hybrid: _Hybrid, reporter: Reporter) -> str | 
     if not is_same or Layout.read(written) != layout:
         raise errors.UserError(
             f"{options.out} holds another hybrid: its layout, weights, engine or margin differ\n"
-            "remove it, or give another folder (--out): the same command then reuses what was measured"
+            "remove it, or give another folder (--out): "
+            "the same command then reuses what was measured"
         )
     reporter.announce(f"{options.out} holds this hybrid already")
     return None

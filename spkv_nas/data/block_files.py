@@ -196,7 +196,8 @@ def map_blocks(folder: Path) -> TokenBlocks:
         ) from error
     if not 0 <= owner[-1, -1] < record.num_documents:  # the last document has the largest index
         raise UserError(
-            f"token blocks {folder} are damaged: their documents do not match their tokens\n{REMEDY}"
+            f"token blocks {folder} are damaged: "
+            f"their documents do not match their tokens\n{REMEDY}"
         )
     documents = _Documents(folder / _DOCUMENTS, record.num_documents)
     kind = SeparateDocuments if record.documents == config.SEPARATE else Boundaries

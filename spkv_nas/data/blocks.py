@@ -78,7 +78,10 @@ class TokenBlocks(ComparedByValue):
 
     def __repr__(self) -> str:
         """Return the sizes on one line."""
-        return f"{self.num_blocks:,} blocks of {self.block_size:,} tokens from {len(self.documents):,} documents"
+        return (
+            f"{self.num_blocks:,} blocks of {self.block_size:,} "
+            f"tokens from {len(self.documents):,} documents"
+        )
 
     @property
     def opening(self) -> tuple[int, ...]:
@@ -491,5 +494,6 @@ def check_enough(num_documents: int, num_tokens: int, block_size: int, what: str
     if num_tokens < block_size:
         raise errors.UserError(
             f"the {what} has {num_tokens} tokens, fewer than one block of {block_size}\n"
-            "use more text, or shorter blocks (--context; data.block_size in a recipe; block_size in Python)"
+            "use more text, or shorter blocks (--context; "
+            "data.block_size in a recipe; block_size in Python)"
         )

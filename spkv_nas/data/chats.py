@@ -59,7 +59,10 @@ def encode(chat: str, name: str, tokenizer: Any, opening: tuple[int, ...]) -> To
 
 def no_template(name: str) -> str:
     """Return the message for a chat, which ``name`` holds, where the model has no chat template."""
-    return f"{name} holds chats, and the model's tokenizer has no chat template: give texts, or a model tuned on chats"
+    return (
+        f"{name} holds chats, and the model's tokenizer has no chat template: "
+        "give texts, or a model tuned on chats"
+    )
 
 
 def may_have_template(folder: Path) -> bool:

@@ -42,8 +42,10 @@ def hold_out(
                 wanted -= length
     if sum(held.values()) < blocks.block_size:
         raise UserError(
-            "layouts are compared on documents that ranked no head, but without the longest ones this text "
-            f"leaves less than a block of {blocks.block_size} tokens: give more documents, or the window (--window)"
+            "layouts are compared on documents that ranked no head, "
+            "but without the longest ones this text "
+            f"leaves less than a block of {blocks.block_size} tokens: "
+            "give more documents, or the window (--window)"
         )
     rest = blocks.in_random_order(0, held)
     held_out = blocks.in_random_order(0, blocks.text_ids - held.keys())

@@ -52,11 +52,13 @@ def texts() -> Iterator[tuple[str, str, str]]:
     packages, missing = _packages()
     if not packages:
         raise UserError(
-            f"source 'installed': no installed package has the version pinned in {constraints_file()}"
+            "source 'installed': "
+            f"no installed package has the version pinned in {constraints_file()}"
         )
     if missing:
         warnings.warn(
-            f"source 'installed' skips packages whose installed version is not the pinned one: {', '.join(missing)}",
+            "source 'installed' skips packages whose installed version is not the pinned one: "
+            f"{', '.join(missing)}",
             stacklevel=2,
         )
     for package in packages:

@@ -365,7 +365,8 @@ def _json_lines(file: Path, _options: Mapping[str, Any]) -> Iterator[Row]:
                     raise UserError(f"{location}: not valid JSON: {first_line(error)}") from error
                 if not isinstance(row, dict):
                     raise UserError(
-                        f"{location}: expected an object with the text in a field, found {_kind(row)}"
+                        f"{location}: "
+                        f"expected an object with the text in a field, found {_kind(row)}"
                     )
                 yield location, row, content.num_read - num_read
                 num_read = content.num_read
@@ -445,7 +446,8 @@ def _rows(
             if text_field in row:
                 problem = f"field '{text_field}' is {_kind(value)}, not text"
             raise UserError(
-                f"{location}: {problem}; its fields: {', '.join(row)}\ncorrect or remove the row, or name the field "
+                f"{location}: {problem}; its fields: {', '.join(row)}\n"
+                "correct or remove the row, or name the field "
                 f"with the text: --data PATH{COLUMN}FIELD\n"
                 "in a recipe's data.sources, add text_field: FIELD to the source"
             )

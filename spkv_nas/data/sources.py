@@ -93,7 +93,8 @@ class LeftOut:
         counts = {"repeat an earlier one": self.repeated, "are empty": self.empty}
         kinds = [f"{number:,} {kind}" for kind, number in counts.items() if number]
         return [
-            f"{self.read:,} documents were read, and those left out that say nothing new: {', '.join(kinds)}"
+            f"{self.read:,} documents were read, "
+            f"and those left out that say nothing new: {', '.join(kinds)}"
         ]
 
 
@@ -207,7 +208,8 @@ def _item(number: int, item: Any) -> Document:
     if not isinstance(text, str):
         kind = type(text).__name__
         raise errors.UserError(
-            f"text {number} is of type {kind}: expected a string (str), a document, or a list of messages"
+            f"text {number} is of type {kind}: "
+            "expected a string (str), a document, or a list of messages"
         )
     return replace(document, text=encodable(text.removeprefix(files.BYTE_ORDER_MARK)))
 

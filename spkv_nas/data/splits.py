@@ -190,7 +190,8 @@ def heldout_share(config: DataConfig, base: Path, announce: Announce = silent) -
     num_chosen = _parted(sorted(hashed), num_held, block_characters)
     if num_chosen != num_held:
         announce(
-            f"data.heldout {config.heldout:g} would hold out {num_held} of {len(hashed)} documents; "
+            f"data.heldout {config.heldout:g} would hold "
+            f"out {num_held} of {len(hashed)} documents; "
             f"{num_chosen} are held out, so that text is left both to train on and to evaluate on"
         )
     # Hold out all hashes up to that of the last chosen document
@@ -204,7 +205,8 @@ def _parted(hashed: list[tuple[int, int]], number: int, least: int) -> int:
     if len(hashed) == 1:
         raise errors.UserError(
             f"the text is one document of {hashed[0][1]} characters, too short to hold out a part\n"
-            "use more text, or shorter blocks (--context; data.block_size in a recipe; block_size in Python); each "
+            "use more text, or shorter blocks (--context; "
+            "data.block_size in a recipe; block_size in Python); each "
             "part needs four"
         )
     # Leave both parts enough text

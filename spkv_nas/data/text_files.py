@@ -85,7 +85,8 @@ class Found:
         if self.broken:
             name = os.path.relpath(self.broken[0], self.folder)
             parts.append(
-                f"{len(self.broken)} links to nothing or folders that cannot be opened, such as {name}"
+                f"{len(self.broken)} links to nothing or "
+                f"folders that cannot be opened, such as {name}"
             )
         return f"{self.folder}: not read: {'; '.join(parts)}" if parts else None
 
@@ -224,7 +225,8 @@ class _Unpacked(io.RawIOBase):
         self._num_unpacked += len(content)
         if self._num_unpacked > max(_MAX_UNPACKED, _MAX_RATIO * self._size):
             raise OSError(
-                f"its {self._size:,} bytes unpack to more than {self._num_unpacked:,}: unpack it to read it"
+                f"its {self._size:,} bytes unpack to more than {self._num_unpacked:,}: "
+                "unpack it to read it"
             )
         cast(memoryview, buffer)[: len(content)] = content
         return len(content)

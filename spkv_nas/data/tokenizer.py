@@ -317,8 +317,10 @@ def boundaries(
     opening = _opening(tokenizer, separator, bos)
     if len(opening) >= block_size:
         raise errors.UserError(
-            f"blocks of {block_size} tokens have no room for text after the {len(opening)} that begin every text\n"
-            "use larger blocks (--context; data.block_size in a recipe; block_size in Python), or data.bos: false"
+            f"blocks of {block_size} tokens have no room for text "
+            f"after the {len(opening)} that begin every text\n"
+            "use larger blocks (--context; data.block_size in a recipe; "
+            "block_size in Python), or data.bos: false"
         )
     end = _end(tokenizer, separator)
     if documents == SEPARATE:
@@ -355,8 +357,10 @@ def _special(token: int | None, name: str, asked_for: str) -> int:
     """Return a token. Raises ``UserError`` if the tokenizer lacks it."""
     if token is None:
         raise errors.UserError(
-            f"the tokenizer has no {name} token, but the separator of documents, or what begins a block, is set to "
-            f"{asked_for}\nexpected none, eos, bos, eos+bos or a token of its vocabulary (--separator; data.separator)"
+            f"the tokenizer has no {name} token, "
+            "but the separator of documents, or what begins a block, is set to "
+            f"{asked_for}\nexpected none, eos, bos, "
+            "eos+bos or a token of its vocabulary (--separator; data.separator)"
         )
     return int(token)
 

@@ -21,7 +21,8 @@ def run(options: CalibrateOptions, reporter: progress.Reporter) -> commands.Resu
     device = choose_device(options.device)
     if shape.expanded_dim:
         raise UserError(
-            f"{subject.name} has latent attention, which is not timed: plan attention without --times"
+            f"{subject.name} has latent attention, which is not timed: "
+            "plan attention without --times"
         )
     contexts = default_contexts(units.parse_context(options.context))
     dtype = options.dtype or ("float32" if device == "cpu" else "bfloat16")

@@ -278,7 +278,8 @@ def _rivals(search: _Search, trial: Trial, reporter: progress.Reporter) -> Rival
     assert search.memories is not None
     if trial.contest is None:
         reporter.caution(
-            "too few documents to compare layouts of several kinds: the costs of windows choose alone"
+            "too few documents to compare layouts of several kinds: "
+            "the costs of windows choose alone"
         )
         return None
     root = options.folders.run_dir(table.name) / "zero-shot"
@@ -390,7 +391,8 @@ def _memory(
     used = _kv_bytes(cost, layout, table)
     if layout.windows:
         sentence = (
-            f"{units.format_bytes(used)} of keys and values at {cost.context:,} tokens x {cost.batch}; "
+            f"{units.format_bytes(used)} of keys and values "
+            f"at {cost.context:,} tokens x {cost.batch}; "
             f"{units.format_bytes(full)} with all heads global; {layout.legend_words}"
         )
     else:
@@ -538,7 +540,10 @@ def _sentences(result: BudgetResult) -> list[str]:
     if memory is not None:
         saving = f"it needs {console.escape(memory.sentence)}"
         if memory.untested is not None:
-            saving += f"; its loss was measured at {compared.context:,} tokens, not at {memory.untested:,}"
+            saving += (
+                f"; its loss was measured at {compared.context:,} tokens, "
+                f"not at {memory.untested:,}"
+            )
         sentences.append(saving)
     number = len(result.budgets)
     looks = len(result.critical.looks)
@@ -572,7 +577,10 @@ def _answer(result: BudgetResult) -> str:
         others = f"; {_listed(smaller)} not looked at, so they may pass" if smaller else ""
         return f"[bold]{name}[/bold]: the loss is above {' or '.join(margins)}{others}"
     else:
-        answer = f"[bold]open[/bold]: no budget of the range is known to keep the loss below {all_margins}"
+        answer = (
+            "[bold]open[/bold]: "
+            f"no budget of the range is known to keep the loss below {all_margins}"
+        )
     parts = [answer, *_about_smaller(result)]
     if result.passes == result.budgets[0]:
         parts.append("it is the smallest of the range")

@@ -32,7 +32,8 @@ _LEVELS = (
 _RECIPE = "Recipe file (YAML): model, text, training and gates."
 _RECIPE_FILE = Flag(_RECIPE, argument=True)
 _MODEL = Flag(
-    "Checkpoint: a folder, a GGUF file, a Hugging Face ID, ID@REVISION, or embedded:NAME (in the package)."
+    "Checkpoint: a folder, a GGUF file, a Hugging Face ID, "
+    "ID@REVISION, or embedded:NAME (in the package)."
 )
 _LAYOUT = Flag("Layout file (YAML), or hub:ORG/NAME.", argument=True)
 _LAYOUTS = Flag("Layout files (YAML), or hub:ORG/NAME.", argument=True)
@@ -43,7 +44,8 @@ _PROBE = Flag(
     is_probe=True,
 )
 _BUDGETS = Flag(
-    "Number of global KV heads, or a share such as 25%; several as a list (12,18,24) or a range (6..40, 10%..50%; "
+    "Number of global KV heads, or a share such as 25%; "
+    "several as a list (12,18,24) or a range (6..40, 10%..50%; "
     "6..40:2 has step 2).",
     ("--budget", "-b"),
     "N|N%|LIST|RANGE",
@@ -85,7 +87,8 @@ def with_options_of(
             hints = get_type_hints(options_class, include_extras=True)
             if get_origin(hints.get(name)) is Annotated:
                 raise errors.UserError(
-                    f"{registry.noun} {entries[0]} has an option '{name}', which is one of {command} itself\n"
+                    f"{registry.noun} {entries[0]} has an option '{name}', "
+                    f"which is one of {command} itself\n"
                     "rename the option, or uninstall its package"
                 )
             options_class.__annotations__[name] = Annotated[option.type | None, option.flag]
@@ -118,14 +121,16 @@ OptionalModel = Annotated[str | None, _MODEL]
 Data = Annotated[
     list[str] | None,
     Flag(
-        "Text to measure on: one or more files or folders (FILE:column=NAME names a column), stdlib, or installed."
+        "Text to measure on: "
+        "one or more files or folders (FILE:column=NAME names a column), stdlib, or installed."
     ),
 ]
 BlockSize = Annotated[int | None, _BLOCK_SIZE]
 TextContext = Annotated[
     str | None,
     Flag(
-        "Tokens per sequence of --data: the length at which losses are measured and memory is counted; windows go up "
+        "Tokens per sequence of --data: "
+        "the length at which losses are measured and memory is counted; windows go up "
         "to half of it. 1k is 1,024.",
         ("--context", "--block-size"),  # the second is the name that older scripts have
         metavar="N|Nk",
@@ -141,7 +146,8 @@ Separator = Annotated[
 Documents = Annotated[
     str | None,
     Flag(
-        "separate: each document alone, from its beginning, as it reaches a model; joined: packed into blocks, where "
+        "separate: each document alone, from its beginning, "
+        "as it reaches a model; joined: packed into blocks, where "
         "tokens also see the documents before.",
         values=(config.JOINED, config.SEPARATE),
     ),
@@ -165,7 +171,8 @@ Steps = Annotated[int | None, STEPS]
 Signal = Annotated[
     str | None,
     Flag(
-        f"Head score to measure. {'; '.join(f'{signal.name}: {signal.help}' for signal in SIGNALS)}.",
+        "Head score to measure. "
+        f"{'; '.join(f'{signal.name}: {signal.help}' for signal in SIGNALS)}.",
         values=SIGNALS.names,
     ),
 ]
@@ -198,7 +205,8 @@ OptionalBudgets = Annotated[str | None, _BUDGETS]
 ChosenTau = Annotated[
     str | None,
     Flag(
-        "Use another threshold; match-budget: the one whose mean density equals the budget's share of heads.",
+        "Use another threshold; match-budget: "
+        "the one whose mean density equals the budget's share of heads.",
         metavar="TAU",
     ),
 ]
@@ -231,7 +239,8 @@ KvBytes = Annotated[
 Memory = Annotated[
     str | None,
     Flag(
-        "Limit on keys and values: a share of full attention's cache such as 20%, or bytes such as 2GiB.",
+        "Limit on keys and values: "
+        "a share of full attention's cache such as 20%, or bytes such as 2GiB.",
         ("--memory", "--kv-bytes"),
         metavar="N%|SIZE",
         panel=MEMORY,
@@ -241,8 +250,10 @@ EngineName = Annotated[
     str | None,
     Flag(
         "Count memory as the allocator of this serving engine does. Settings follow colons, as in "
-        "vllm:page-size=32:in-flight-tokens=64:kv-dtype=float8: tokens per page, tokens scheduled at one time (vLLM's "
-        "max_num_batched_tokens, twice that with asynchronous scheduling), and the data type of keys and values.",
+        "vllm:page-size=32:in-flight-tokens=64:kv-dtype=float8: "
+        "tokens per page, tokens scheduled at one time (vLLM's "
+        "max_num_batched_tokens, twice that with asynchronous scheduling), "
+        "and the data type of keys and values.",
         metavar="NAME[:SETTING=VALUE...]",
         values=lambda: tuple(planned_engines()),
         panel=MEMORY,
@@ -251,8 +262,10 @@ EngineName = Annotated[
 Constraint = Annotated[
     list[str] | None,
     Flag(
-        "Constraint; repeat for several. On global heads: min-per-layer=N, max-per-layer=N: in layers that are not "
-        "fixed; global-layers=0,20, local-layers=3-5: layers that are fixed; uniform: as many in every layer that has "
+        "Constraint; repeat for several. On global heads: "
+        "min-per-layer=N, max-per-layer=N: in layers that are not "
+        "fixed; global-layers=0,20, local-layers=3-5: "
+        "layers that are fixed; uniform: as many in every layer that has "
         "both kinds. On a window per head: max-windows=N (default 3), windows=128,512.",
         metavar="NAME[=VALUE]",
         panel=MEMORY,
@@ -263,7 +276,8 @@ Granularity = Annotated[str, _GRANULARITY]
 Level = Annotated[
     str | None,
     Flag(
-        "Level of the paper's model ladder: level-0 to level-10, level-13, llama-3-8b, micro-0 to micro-4.",
+        "Level of the paper's model ladder: "
+        "level-0 to level-10, level-13, llama-3-8b, micro-0 to micro-4.",
         metavar="LEVEL",
         argument=True,
         values=_LEVELS,

@@ -36,7 +36,10 @@ class Forecast:
     def of(cls, name: str, stages: Stages, costs: Iterable[StageCost], *remarks: str) -> "Forecast":
         """Assemble a forecast of a model and site, with a remark on the memory that it assumes."""
         site = stages.site
-        memory = f"memory: {site.memory / 1e9:.4g} GB on {site.name}, 10 % of it reserved for driver and allocator"
+        memory = (
+            f"memory: {site.memory / 1e9:.4g} GB on {site.name}, "
+            "10 % of it reserved for driver and allocator"
+        )
         return cls(
             name=name,
             size=stages.size,
@@ -94,7 +97,10 @@ def plan_probe(
         looks = 2 * len(MEMORIES).bit_length()
         compared = min(compares, num_tokens)
         costs.append(stages.measure("compare budgets, at most", compared, 1 + looks))
-    about_time = f"time: computed from FLOPs at {speed:.2g} FLOP/s, half the measured speed of a matrix product"
+    about_time = (
+        f"time: computed from FLOPs at {speed:.2g} FLOP/s, "
+        "half the measured speed of a matrix product"
+    )
     return Forecast.of(subject.name, stages, costs, about_time)
 
 

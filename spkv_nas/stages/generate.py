@@ -90,9 +90,11 @@ def show(result: "Generation") -> None:
     share = result.cache_bytes / result.full_attention_bytes
     reason = " (so short a text does not fill its pages and windows)" if share > 1 else ""
     console.err.print(
-        f"{result.num_new_tokens} tokens, {result.tokens_per_second:.1f} tokens/s, after a prompt of "
+        f"{result.num_new_tokens} tokens, "
+        f"{result.tokens_per_second:.1f} tokens/s, after a prompt of "
         f"{result.num_prompt_tokens} tokens in {result.prefill_seconds:.2f} s\n"
-        f"cache {result.cache_bytes / 1e6:.2f} MB, full attention {result.full_attention_bytes / 1e6:.2f} MB: "
+        f"cache {result.cache_bytes / 1e6:.2f} MB, "
+        f"full attention {result.full_attention_bytes / 1e6:.2f} MB: "
         f"{100 * share:.0f} %{reason}"
     )
     # Print the density of a model with gates

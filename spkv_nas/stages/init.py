@@ -128,7 +128,8 @@ def _steps_in_time(planner: run_plan.Planner, seconds: float) -> int:
     if steps_in_time < MIN_STEPS:
         needed = units.format_seconds(fixed_seconds + MIN_STEPS * step_seconds)
         raise errors.UserError(
-            f"--minutes is too short: {MIN_STEPS} steps of every run, the minimum, take {needed} on this machine; "
+            f"--minutes is too short: {MIN_STEPS} steps of every run, "
+            f"the minimum, take {needed} on this machine; "
             "allow more minutes, or use a smaller model"
         )
     return steps_in_time

@@ -88,10 +88,14 @@ def _show_difference(files: Sequence[Path], compared: Compared) -> None:
     num_windows = "".join(delta.marks).count("~")
     others = f", {num_windows} only in their window" if num_windows else ""
     out.print(
-        f"{delta.num_heads} heads differ{others}, Jaccard index of the global heads {delta.jaccard:.3f}"
+        f"{delta.num_heads} heads differ{others}, "
+        f"Jaccard index of the global heads {delta.jaccard:.3f}"
     )
     if delta.num_heads or num_windows:
-        legend = "G: global in both; .: local in both; -: global only in the first; +: global only in the second"
+        legend = (
+            "G: global in both; .: local in both; -: "
+            "global only in the first; +: global only in the second"
+        )
         if num_windows:
             legend += "; ~: local in both, with another window"
         out.print(legend)

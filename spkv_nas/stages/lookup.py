@@ -66,7 +66,8 @@ def chosen_table(
     folder = options.folders.root / "probes"
     if not records:
         raise UserError(
-            f"no probes in {folder}\nprobe a model first (with a recipe, with --model and --data, or without arguments "
+            f"no probes in {folder}\n"
+            "probe a model first (with a recipe, with --model and --data, or without arguments "
             "for the embedded reference), or give --probe FILE.csv"
         )
     if len(records) == 1:
@@ -75,7 +76,8 @@ def chosen_table(
     if preferred is not None:
         name, signal = preferred
         reporter.announce(
-            f"using probe '{name}' ({signal}), one of {len(records)} of this model; --probe selects another"
+            f"using probe '{name}' ({signal}), one of {len(records)} of this model; "
+            "--probe selects another"
         )
         return find_table(options.folders, name)
     # List the commands to choose from
@@ -115,7 +117,8 @@ def chosen_recipe(options: RetrainsLayouts, table: head_scores.HeadScores, embed
     # Suggest a command with the probe's recipe, or one that writes a recipe
     recorded = read_options(table.metadata, options.folders.root)
     lines = [
-        f"probe '{table.name}' is not of an embedded model: give the recipe to retrain its model with --recipe"
+        f"probe '{table.name}' is not of an embedded model: "
+        "give the recipe to retrain its model with --recipe"
     ]
     if recorded is not None and recorded.recipe is not None:
         named = replace(options, recipe=recorded.recipe, probe=options.probe or table.name)

@@ -25,7 +25,8 @@ from spkv_nas.stages.options.propose import ProposeOptions
 from spkv_nas.stages.options.train_hybrid import TrainHybridOptions
 
 RECOMMENDATION = (
-    f"{RECOMMENDED.replace('-', ' ')} are recommended for choosing the heads: they beat densities or tied on models of "
+    f"{RECOMMENDED.replace('-', ' ')} are recommended for choosing the heads: "
+    "they beat densities or tied on models of "
     "2.3 M parameters, and are level with them on one of 30 M (docs/study.md)"
 )
 
@@ -51,7 +52,10 @@ def recommend(
     # Measure head gates
     options = record.read_options(table.metadata, workspace.root)
     if options is None:
-        missing = f"probe.yaml of '{table.name}' does not record its model and text, so no command can be suggested"
+        missing = (
+            f"probe.yaml of '{table.name}' does not record its model and text, "
+            "so no command can be suggested"
+        )
         remedy = "probe the model again with --model and --data"
         return Suggestion("", f"{RECOMMENDATION}; {missing}: {remedy}")
     # A probe of another window or other sink tokens cannot be compared

@@ -192,11 +192,15 @@ def _training(
 def _about_time(options: PlanOptions) -> str:
     """Return a sentence on what the estimated times assume."""
     if options.hardware is None:
-        return "time: unknown for this machine; choose a GPU with --hardware, or time training steps (init, --dry-run)"
+        return (
+            "time: unknown for this machine; "
+            "choose a GPU with --hardware, or time training steps (init, --dry-run)"
+        )
     peak = find_hardware(options.hardware).peak / 1e12
     return (
         f"time: assumes {_UTILISATION:.0%} of the {peak:,.0f} TFLOP/s peak in bfloat16, which "
-        "small models do not reach; for a generated token, the least time that reading weights and cache takes"
+        "small models do not reach; for a generated token, "
+        "the least time that reading weights and cache takes"
     )
 
 
@@ -208,7 +212,10 @@ def show(served: engines.Served | None, result: forecast.Forecast) -> None:
     engine = served.engine
     cache = served.cache
     num_kv_heads = served.cache.grid[1]
-    title = f"KV cache in {engine.title}: requests of {cache.context:,} tokens, window {cache.window}, {cache.dtype}"
+    title = (
+        f"KV cache in {engine.title}: "
+        f"requests of {cache.context:,} tokens, window {cache.window}, {cache.dtype}"
+    )
     grid = console.Table("global layers", *served.titles, title=title)
     for budget, cache_plan in served.rows:
         grid.add_row(str(budget["num_global"] // num_kv_heads), *served.cells(cache_plan))

@@ -157,7 +157,8 @@ def _times(
     try:
         if not is_timed:
             raise errors.UserError(
-                "attention is not timed in models with sliding windows by design, or with latent attention"
+                "attention is not timed in models with sliding windows by design, "
+                "or with latent attention"
             )
         times = calibration.Calibration.read(folder)
         times.check_shape(shape)

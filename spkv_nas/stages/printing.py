@@ -45,7 +45,8 @@ def about_errors(num_documents: int, effective: float) -> None:
         width = critical_errors(effective)
         interval = f"is ± {width:.1f} standard errors" if width < _WIDEST else "cannot be computed"
         caution(
-            f"warning: with so few documents, a 95 % interval {interval} (Student's t): measure on more text"
+            f"warning: with so few documents, a 95 % interval {interval} (Student's t): "
+            "measure on more text"
         )
 
 
@@ -53,7 +54,8 @@ def about_selection(number: int, selected_by: Sequence[str]) -> None:
     """Print how many measured documents were used to select a layout, and by what; nothing for none."""
     if number:
         out.print(
-            f"{number} of these documents were used to select a layout ({escape(', '.join(selected_by))}), which may "
+            f"{number} of these documents were used to select a "
+            f"layout ({escape(', '.join(selected_by))}), which may "
             "favour it; verdict leaves such documents out"
         )
 

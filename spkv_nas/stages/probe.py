@@ -275,13 +275,15 @@ def _free_name(workspace: Workspace, name: str, inputs: str, reporter: Reporter)
             break
     if free != name and records[name]:
         reporter.announce(
-            f"probe '{name}' was measured on another model or text, or with other options, and is kept; this one is "
+            f"probe '{name}' was measured on another model or text, "
+            "or with other options, and is kept; this one is "
             f"called '{free}'"
         )
     elif free != name:
         folder = workspace.probe_dir(name)
         reporter.caution(
-            f"probe '{name}' has no readable record and is kept ({folder}); this one is called '{free}'"
+            f"probe '{name}' has no readable record and is kept ({folder}); "
+            f"this one is called '{free}'"
         )
     return free
 
@@ -433,7 +435,8 @@ def show(table: HeadScores) -> None:
         recommended = table.metadata[RECOMMENDED]
         out.print(_layouts_tried(tried, recommended, table.metadata["block_size"]))
         say(
-            f"recommended: {recommended}; fewer windows are preferred if both losses are within one standard error"
+            f"recommended: {recommended}; "
+            "fewer windows are preferred if both losses are within one standard error"
         )
         caution(_about_predictions(tried))
     check = read_check(table.metadata)
@@ -484,7 +487,8 @@ def _about_predictions(tried: Sequence[TriedLayout]) -> str | None:
     if not missed:
         return None
     return (
-        f"the costs of windows are wrong about {', '.join(missed)}, by more than {FAR_ERRORS:g} standard errors: "
+        f"the costs of windows are wrong about {', '.join(missed)}, "
+        f"by more than {FAR_ERRORS:g} standard errors: "
         "compare layouts by what was measured"
     )
 
@@ -504,7 +508,8 @@ def _about_sinks(table: HeadScores) -> str | None:
     if heads != table.num_heads:
         among += " without a native sliding window"
     sentence = (
-        f"{share:.{0 if share >= 10 else 1}f} % of attention is on the {first}; {strong} of {among} "
+        f"{share:.{0 if share >= 10 else 1}f} % of attention is on the {first}; "
+        f"{strong} of {among} "
         f"give the first four more than {100 * STRONG_SINK:.0f} %: layouts get {sink_tokens}"
     )
     # The massive activation that sinks come with
@@ -512,7 +517,8 @@ def _about_sinks(table: HeadScores) -> str | None:
     if massive is None:
         return sentence
     return (
-        f"{sentence}\nlargest activation: {massive['ratio']:,.0f} times the layer's median (layer {massive['layer']}, "
+        f"{sentence}\nlargest activation: "
+        f"{massive['ratio']:,.0f} times the layer's median (layer {massive['layer']}, "
         f"channel {massive['channel']}, token {massive['position']})"
     )
 

@@ -175,14 +175,16 @@ def _sentences(
     if requirements.robust:
         worst = 100 * answer.rows.set_index("strategy")["worst_domain"]
         sentences.append(
-            f"coverage of the worst domain: robust {worst['robust']:.2f} %, densest {worst['densest']:.2f} %"
+            "coverage of the worst domain: "
+            f"robust {worst['robust']:.2f} %, densest {worst['densest']:.2f} %"
         )
     sentences.append(_recommendation(answer))
     sentences.append(proposing.default_window(table, options.window))
     if table.sinks:
         tokens = "token" if table.sinks == 1 else f"{table.sinks} tokens"
         sentences.append(
-            f"sink tokens: local heads also see the first {tokens} of a text; --sinks sets another number"
+            f"sink tokens: local heads also see the first {tokens} of a text; "
+            "--sinks sets another number"
         )
     sentences.append(proposing.tie_advice(table, num_global))
     sentences.append(answers.uneven_budgets(answer.rows, num_global))
@@ -198,7 +200,10 @@ def _default_budget(table: head_scores.HeadScores, num_global: int) -> str:
     if table.memory_budget is not None:
         share = 100 * table.metadata["memory"]
         context = table.metadata["context"]
-        origin = f"what {share:.3g} % of the KV cache at {context:,} tokens leave, which the probe was measured for"
+        origin = (
+            f"what {share:.3g} % of the KV cache at {context:,} tokens leave, "
+            "which the probe was measured for"
+        )
     return f"budget: {num_global} of {table.num_heads} KV heads, {origin}"
 
 
@@ -207,11 +212,15 @@ def _recommendation(answer: answers.Answer) -> str | None:
     recommended = answer.recommended
     if recommended is not None:
         tried = f"{int(answer.rows['change'].notna().sum())} layouts of this memory"
-        return f"recommended.yaml is {recommended}, which lost least of {tried} on documents that ranked no head"
+        return (
+            f"recommended.yaml is {recommended}, "
+            f"which lost least of {tried} on documents that ranked no head"
+        )
     if windows.WINDOW_PER_HEAD not in answer.layouts:
         return None
     return (
-        "no layout is recommended: the costs of windows predict losses, and which kind of layout loses least has to be "
+        "no layout is recommended: the costs of windows predict losses, "
+        "and which kind of layout loses least has to be "
         "measured; probe --memory does that for a memory, auto and critical-budget for several"
     )
 
@@ -373,7 +382,8 @@ def show_budgets(result: BudgetsResult) -> None:
     console.out.print(f"knee: {knee.budget} global heads: {knee.meaning}")
     if has_more:
         console.say(
-            "heads, same memory: the largest number of global heads that takes no more memory in the engine"
+            "heads, same memory: "
+            "the largest number of global heads that takes no more memory in the engine"
         )
     console.say(result.caution)
     console.print_path("curve", result.figure or result.folder / "budgets.csv")

@@ -163,7 +163,8 @@ def window_advice(workspace: Workspace, table: HeadScores) -> str | None:
             that = f"sink tokens: {record.get('sinks', 0)}"
             remedy = f"--sinks {table.sinks}"
         return (
-            f"layouts of '{table.name}' ({this}) and of '{name}' ({defaults.RECOMMENDED} of the same model, {that}) "
+            f"layouts of '{table.name}' ({this}) and of '{name}' "
+            f"({defaults.RECOMMENDED} of the same model, {that}) "
             f"cannot be compared: probe again with {remedy}"
         )
     return None

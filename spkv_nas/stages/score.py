@@ -187,7 +187,8 @@ def show(result: NLLTable) -> None:
     memory = rows["kv_cache_percent"]
     if not is_equal_memory(memory):
         console.say(
-            f"these layouts have {memory.min():.1f} to {memory.max():.1f} % of full attention's KV cache for a block; "
+            f"these layouts have {memory.min():.1f} to {memory.max():.1f} "
+            "% of full attention's KV cache for a block; "
             "more memory loses less, so compare only layouts with nearly the same"
         )
     printing.about_errors(result.num_documents, result.effective_documents)

@@ -105,7 +105,8 @@ def choose_context(
     context = units.parse_context(text or LONG)
     if positions is not None and context > positions:
         reporter.caution(
-            f"the model supports {positions:,} tokens (max_position_embeddings); costs at {context:,} assume that its "
+            f"the model supports {positions:,} tokens (max_position_embeddings); "
+            f"costs at {context:,} assume that its "
             f"positions are extended\nuse --context {positions} for the model's maximum"
         )
     return context

@@ -294,7 +294,8 @@ class Subject:
             return self.recipe.data.documents
         if mixes_documents(model):
             reporter.announce(
-                f"documents share blocks and see each other, because {type(model).__name__} cannot keep them apart"
+                "documents share blocks and see each other, "
+                f"because {type(model).__name__} cannot keep them apart"
             )
             return config.JOINED
         return config.SEPARATE
@@ -483,14 +484,16 @@ def tell_own_context(blocks: TokenBlocks, reporter: Reporter) -> None:
         share = float((before >= half).mean())
         median = int(np.median(before))
     sentence = (
-        f"{100 * share:.0f} % of the tokens have {half:,} or more of their own document before them, the median "
+        f"{100 * share:.0f} % of the tokens have {half:,} or "
+        "more of their own document before them, the median "
         f"{median:,}"
     )
     if share >= FAR_SHARE:
         reporter.announce(sentence)
     else:
         reporter.caution(
-            f"warning: only {sentence}: the text tells little about what heads read at that distance; use longer "
+            f"warning: only {sentence}: "
+            "the text tells little about what heads read at that distance; use longer "
             "documents, or a shorter --context"
         )
 
@@ -504,7 +507,8 @@ def check_pair(model: str, against: str | None) -> None:
     fingerprint = block_files.fingerprint(load_tokenizer(model))
     if block_files.fingerprint(load_tokenizer(against)) != fingerprint:
         raise errors.UserError(
-            f"--against {against} has a different tokenizer: results are comparable only on the same tokens"
+            f"--against {against} has a different tokenizer: "
+            "results are comparable only on the same tokens"
         )
 
 

@@ -91,7 +91,8 @@ def show(result: hybrids.Comparison) -> None:
         if rank is not None:
             perfect = "-1" if measure == "coverage" else "+1"
             out.print(
-                f"rank correlation of {measure} and ΔNLL: {format_rank_correlation(rank)}; perfect: {perfect}"
+                f"rank correlation of {measure} and ΔNLL: "
+                f"{format_rank_correlation(rank)}; perfect: {perfect}"
             )
     # Checkpoints
     out.print("checkpoints (for export, evaluate and generate):")

@@ -43,7 +43,8 @@ class Essays:
                 break
         if len(all_sentences) < _MIN_SENTENCES:
             raise errors.UserError(
-                f"{asked_by} {', '.join(sources)}: {len(all_sentences)} sentences; at least {_MIN_SENTENCES} are "
+                f"{asked_by} {', '.join(sources)}: "
+                f"{len(all_sentences)} sentences; at least {_MIN_SENTENCES} are "
                 "needed to hide needles"
             )
         return cls(tuple(all_sentences))
@@ -105,7 +106,8 @@ class Questions:
             if isinstance(error, errors.UserError):
                 raise
             raise errors.UserError(
-                f"--qa {file}: neither in SQuAD format (an object with 'data') nor HotpotQA format (a list with "
+                f"--qa {file}: "
+                "neither in SQuAD format (an object with 'data') nor HotpotQA format (a list with "
                 "'context')"
             ) from error
         if not questions.questions:
@@ -166,7 +168,8 @@ class Material:
             file_questions = Questions.read(Path(file))
             if file_questions.task in questions_by_task:
                 raise errors.UserError(
-                    f"--qa {file}: {file_questions.task} takes one file, and another of its format was given"
+                    f"--qa {file}: {file_questions.task} takes one file, "
+                    "and another of its format was given"
                 )
             questions_by_task[file_questions.task] = file_questions
         return cls(Essays.read(haystack) if haystack else None, questions_by_task)

@@ -110,7 +110,8 @@ def fill(
     best = sample(least)
     if best.num_tokens > limit:
         raise NoRoomError(
-            f"RULER's {request.task} needs at least {best.num_tokens + reserved} tokens with this tokenizer: "
+            f"RULER's {request.task} needs at least "
+            f"{best.num_tokens + reserved} tokens with this tokenizer: "
             f"{request.length} are too few"
         )
     # Search for the largest number of units that fits: guess by tokens per unit, then bisect

@@ -256,7 +256,10 @@ class CommonWords:
         if form.example is not None:
             num_words, often, seldom = form.example
             common, others = self._drawn(rng, num_words)
-            example = f"{self._prompt(rng, common * often + others * seldom)}\n{prefix} {', '.join(common)}\n\n"
+            example = (
+                f"{self._prompt(rng, common * often + others * seldom)}\n"
+                f"{prefix} {', '.join(common)}\n\n"
+            )
         # Draw more words than can fit, and add as many as fit
         max_words = request.length // (_ENTRY_TOKENS * form.seldom)
         common, others = self._drawn(rng, max_words + self.num_common)
@@ -334,7 +337,10 @@ class FrequentWords:
                 entries += [word] * int(size * share)
             Random(order).shuffle(entries)
             head = "Count how often each coded word is in this text; the dots are none."
-            return f"{head}\n{' '.join(entries)}\nQuestion: Which {last} coded words are there most often?"
+            return (
+                f"{head}\n{' '.join(entries)}\n"
+                f"Question: Which {last} coded words are there most often?"
+            )
 
         # Make the text long enough that the last answer is more frequent than the next word
         least = math.ceil(1 / (shares[last] - shares[last + 1]))
@@ -358,7 +364,8 @@ class DocumentQuestions:
         """Generate a sample from the question at its index in a random order, or another if that one does not fit."""
         if request.task not in material.questions:
             raise UserError(
-                f"RULER's task {request.task} needs documents: give --qa FILE.json in {self.form} format"
+                f"RULER's task {request.task} needs documents: "
+                f"give --qa FILE.json in {self.form} format"
             )
         questions = material.questions[request.task]
         # Try the question at the sample's index first, then random ones
@@ -390,7 +397,10 @@ class DocumentQuestions:
                 f"Document {position}:\n{questions.documents[index]}"
                 for position, index in enumerate(numbers, 1)
             )
-            return f"Answer the question from these documents, in a few words.\n\n{texts}\n\nQuestion: {question.text}"
+            return (
+                "Answer the question from these documents, in a few words.\n"
+                f"\n{texts}\n\nQuestion: {question.text}"
+            )
 
         sample = fill(
             request,

@@ -151,7 +151,8 @@ def show(result: NLLResult) -> None:
     if result.pair is not None:
         difference = printing.change(result.pair.change.percent, result.pair.change.standard_error)
         console.out.print(
-            f"against {console.escape(result.pair.against)}: NLL {result.pair.evaluation.nll.mean:.4f}; "
+            f"against {console.escape(result.pair.against)}: "
+            f"NLL {result.pair.evaluation.nll.mean:.4f}; "
             f"difference {difference} %"
         )
         printing.about_errors(nll.num_documents, nll.effective_documents)

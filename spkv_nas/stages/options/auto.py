@@ -28,8 +28,10 @@ Memories = Annotated[
 Retrain = Annotated[
     str | None,
     Flag(
-        "Also retrain up to three smaller hybrids for this long together, or for a number of steps each, "
-        "on the selection half of the documents. They are tested on the other half, at half of the risk; a smaller "
+        "Also retrain up to three smaller hybrids for this long together, "
+        "or for a number of steps each, "
+        "on the selection half of the documents. "
+        "They are tested on the other half, at half of the risk; a smaller "
         "hybrid that passes is exported.",
         metavar="TIME|STEPS",
     ),

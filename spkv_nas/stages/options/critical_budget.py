@@ -26,9 +26,12 @@ class CriticalBudgetOptions(EngineOptions, verdict.DecisionOptions, ChoosesProbe
     budgets: Annotated[
         list[str],
         flag.Flag(
-            "Numbers of global heads: a range (4..40, 5%..50%; 4..40:2 has step 2) or a list. Or shares of full "
-            "attention's KV cache, for a probe with costs of windows: memory, memory=5%..50% or memory=10%,20%. "
-            "Their layouts are those that propose makes of --probe. Or layout files (YAML), such as "
+            "Numbers of global heads: a range (4..40, 5%..50%; "
+            "4..40:2 has step 2) or a list. Or shares of full "
+            "attention's KV cache, for a probe with costs of windows: "
+            "memory, memory=5%..50% or memory=10%,20%. "
+            "Their layouts are those that propose makes of --probe. "
+            "Or layout files (YAML), such as "
             "layouts/NAME/budgets/*.yaml.",
             metavar="RANGE|LAYOUT...",
             argument=True,

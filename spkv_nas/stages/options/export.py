@@ -43,7 +43,8 @@ class ExportOptions(InWorkspace, TakesLong):
         str,
         Flag(
             "Target format. auto: the first of these that can express the layout. "
-            f"{'; '.join(f'{target.name}: {target.help}' for target in TARGETS.built_in)}. Packages may add more.",
+            f"{'; '.join(f'{target.name}: {target.help}' for target in TARGETS.built_in)}. "
+            "Packages may add more.",
             metavar="TARGET",
             values=lambda: (AUTO, *TARGETS.names),
         ),

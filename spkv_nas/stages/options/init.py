@@ -15,7 +15,8 @@ Minutes = Annotated[float | None, Flag("Total time in minutes.", low=1e-4, high=
 ModelArgument = Annotated[
     str,
     Flag(
-        "Hugging Face decoder model to start from: folder, GGUF file, ID, ID@REVISION or embedded:NAME.",
+        "Hugging Face decoder model to start from: "
+        "folder, GGUF file, ID, ID@REVISION or embedded:NAME.",
         argument=True,
     ),
 ]

@@ -45,14 +45,16 @@ class ConvertOptions:
     source: Annotated[
         Path,
         Flag(
-            "Layout (.yaml), DuoAttention folder, DuoAttention or PruLong file (.tsv), or head scores (.csv).",
+            "Layout (.yaml), DuoAttention folder, "
+            "DuoAttention or PruLong file (.tsv), or head scores (.csv).",
             argument=True,
         ),
     ]
     target: Annotated[
         Path,
         Flag(
-            "Output: .yaml writes a layout, .tsv a PruLong mask, a folder DuoAttention's two files.",
+            "Output: .yaml writes a layout, .tsv a PruLong mask, "
+            "a folder DuoAttention's two files.",
             argument=True,
         ),
     ]

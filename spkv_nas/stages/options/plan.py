@@ -33,7 +33,8 @@ class PlanOptions(InWorkspace, InDtype, EngineOptions):
     )
     steps: flags.Steps = flag.default(
         None,
-        f"the recipe's, else {defaults.PRICED_STEPS} for gates and {defaults.FIRST_STEPS} per model",
+        f"the recipe's, else {defaults.PRICED_STEPS} "
+        f"for gates and {defaults.FIRST_STEPS} per model",
     )
     budget: flags.OptionalBudget = flag.default(None, PAPER_BUDGET)
     context: flags.OptionalContext = flag.default(None, LONGEST, note="Applies to generation.")
@@ -68,7 +69,8 @@ def check(options: PlanOptions) -> None:
         checks.check_text(options.data or ())
     elif options.data or options.block_size is not None or options.steps is not None:
         raise UserError(
-            "the recipe sets the text, block size and steps: remove --data, --block-size and --steps"
+            "the recipe sets the text, block size and steps: "
+            "remove --data, --block-size and --steps"
         )
     else:
         checks.check_recipe(options.recipe)

@@ -30,7 +30,8 @@ class ProbeOptions(DocumentOptions, Trains):
     )
     signal: flags.Signal = flag.default(
         None,
-        f"{DENSITY.name} if the model has gates, {WINDOW_COSTS.name} with --memory, else {defaults.RECOMMENDED}",
+        f"{DENSITY.name} if the model has gates, "
+        f"{WINDOW_COSTS.name} with --memory, else {defaults.RECOMMENDED}",
     )
     window: flags.OptionalWindow = flag.default(
         None, "the model's, else the best for --memory, else 1/16 of a block, at most 128"

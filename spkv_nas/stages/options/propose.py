@@ -43,7 +43,8 @@ class ProposeOptions(
     head_costs: Annotated[
         Path | None,
         flag.Flag(
-            "Cost of each global head instead of 1: CSV with layer, kv_head, weight. The budget is in its unit.",
+            "Cost of each global head instead of 1: "
+            "CSV with layer, kv_head, weight. The budget is in its unit.",
             metavar="FILE.csv",
             panel=flags.MEMORY,
         ),
@@ -51,7 +52,8 @@ class ProposeOptions(
     solutions: Annotated[
         str | None,
         flag.Flag(
-            "Also write the N best layouts, the best included, that differ from each other in at least "
+            "Also write the N best layouts, the best included, "
+            "that differ from each other in at least "
             f"{SOLUTIONS_APART} KV heads, or in as many as apart says.",
             metavar="N[:apart=HEADS]",
         ),

@@ -20,7 +20,8 @@ from spkv_nas.stages.options import DENSE, DocumentOptions
 Margin = Annotated[
     str,
     Flag(
-        "Largest loss allowed, by criterion, with the criterion's options after colons: nll=1%,ruler=2:lengths=512,4k. "
+        "Largest loss allowed, by criterion, with the criterion's options after colons: "
+        "nll=1%,ruler=2:lengths=512,4k. "
         f"{criteria_help()}.",
         metavar="NAME=LOSS[:OPTION=VALUE...],...",
     ),
