@@ -8,6 +8,7 @@ the retraining alone. Files of older versions have no ``dense`` row; their chang
 
 import math
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 
 import pandas as pd
@@ -22,10 +23,7 @@ SP_KV = "sp-kv"
 BASELINES = (DENSE, FULL_ATTENTION, SP_KV)  # rows that are not layouts
 
 
-def _number(name: str, low: float = 0.0) -> tables.Column:
-    return tables.Column(name, "number", low=low, high=limits.MAX_SHOWN, default="", gaps=True)
-
-
+_number = partial(tables.Column, kind="number", high=limits.MAX_SHOWN, default="", gaps=True)
 _COLUMNS = (
     tables.Column("strategy"),
     _number("density_percent"),

@@ -57,13 +57,10 @@ def undifferentiated(density: NDArray[np.float64], *, is_priced: bool) -> list[s
     closed = density < 1 - _NEARLY_OPEN
     # Expect closed heads under a price, or where some heads stand out
     expected = is_priced or (density > 0.5).mean() >= _STANDING_OUT
+    nothing = f"nothing (density below {1 - _NEARLY_OPEN:.1f})"
     sides = [
         (density > _NEARLY_OPEN, f"everything (density above {_NEARLY_OPEN})", "a larger tau"),
-        (
-            closed & (not expected),
-            f"nothing (density below {1 - _NEARLY_OPEN:.1f})",
-            "a smaller tau",
-        ),
+        (closed & (not expected), nothing, "a smaller tau"),
     ]
     return [
         f"{heads.mean():.0%} of the KV heads kept nearly {amount}: the gates have not "

@@ -4,13 +4,18 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from spkv_nas.artifacts.histogram import threshold_logit
+from spkv_nas.artifacts.threshold import threshold_logit
 from spkv_nas.base.limits import MAX_WINDOW
 
-_WINDOWS = (8, 128)
+# Bounds of a suitable window, in keys, and the blocks' length as a multiple of it
+_MIN_WINDOW = 8
+_MAX_WINDOW = 128
 _BLOCK_PER_WINDOW = 16
 
-GATED, GLOBAL, LOCAL = "SGL"  # letters in a grid of heads; global and local heads have no gate
+# Letters in a grid of heads; global and local heads have no gate
+GATED = "S"
+GLOBAL = "G"
+LOCAL = "L"
 
 
 class GateConfig(BaseModel):
@@ -115,4 +120,4 @@ def suitable_window(block_size: int) -> int:
     The embedded model uses 32 of 512. With a window of 128 it would not miss any distant key, so its heads could not be
     told apart (``reports/LOG.md``).
     """
-    return min(_WINDOWS[1], max(_WINDOWS[0], block_size // _BLOCK_PER_WINDOW))
+    return min(_MAX_WINDOW, max(_MIN_WINDOW, block_size // _BLOCK_PER_WINDOW))

@@ -7,7 +7,6 @@ Layers may have different numbers of heads. An array [L, Hkv] then has as many c
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from html import escape
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -62,7 +61,8 @@ def grid_words(heads_per_layer: Sequence[int]) -> str:
     """Format a grid, such as "21 layers x 3 KV heads" or "48 layers x 4 to 8 KV heads"."""
     least = min(heads_per_layer)
     most = max(heads_per_layer)
-    return f"{len(heads_per_layer)} layers x {most if least == most else f'{least} to {most}'} KV heads"
+    number = f"{most}" if least == most else f"{least} to {most}"
+    return f"{len(heads_per_layer)} layers x {number} KV heads"
 
 
 def check_grid(
@@ -72,34 +72,38 @@ def check_grid(
     if tuple(actual) == tuple(expected):
         return
     advice = f"\n{remedy}" if remedy else ""
-    words = (grid_words(actual), grid_words(expected))
-    if words[0] != words[1]:
-        raise UserError(f"{what} is for {words[0]}, {other} has {words[1]}{advice}")
-    pairs = zip(actual, expected, strict=True)
-    layer, number, needed = next(
-        (layer, *pair) for layer, pair in enumerate(pairs) if pair[0] != pair[1]
-    )
-    raise UserError(f"{what} has {number} KV heads in layer {layer}, {other} has {needed}{advice}")
+    actual_words = grid_words(actual)
+    expected_words = grid_words(expected)
+    if actual_words != expected_words:
+        raise UserError(f"{what} is for {actual_words}, {other} has {expected_words}{advice}")
+    # Name the first layer that differs
+    for layer, (number, needed) in enumerate(zip(actual, expected, strict=True)):
+        if number != needed:
+            raise UserError(
+                f"{what} has {number} KV heads in layer {layer}, {other} has {needed}{advice}"
+            )
 
 
-def grid_html(caption: str, values: NDArray[Any], texts: Sequence[Sequence[str]]) -> str:
+def grid_html(caption: str, values: NDArray[np.generic], texts: Sequence[Sequence[str]]) -> str:
     """Return an HTML table, layers across: ``values`` [L, Hkv] in [0, 1] darken cells, which hold ``texts``."""
-
-    def cell(value: float, text: str) -> str:
-        colour = ", ".join(f"{round(255 + value * (full - 255))}" for full in _FULL)
-        style = f"background: rgb({colour}); color: {'white' if value >= _LIGHT else 'black'}; text-align: center"
-        return f'<td style="{style}">{escape(text)}</td>'
-
+    num_layers, num_heads = values.shape
+    header = "".join(f"<th>{layer}</th>" for layer in range(num_layers))
+    rows = [f"<tr><th>layer</th>{header}</tr>"]
     # List the heads of every layer below each other
-    layers = range(len(values))
-    header = "".join(f"<th>{layer}</th>" for layer in layers)
-    rows = (
-        f"<tr><th>head {head}</th>"
-        + "".join(
-            cell(values[x][head], texts[x][head]) if head < len(texts[x]) else "<td></td>"
-            for x in layers
-        )
-        + "</tr>"
-        for head in range(len(values[0]))
-    )
-    return f"<table><caption>{escape(caption)}</caption><tr><th>layer</th>{header}</tr>{''.join(rows)}</table>"
+    for head in range(num_heads):
+        cells = [f"<th>head {head}</th>"]
+        for layer in range(num_layers):
+            is_head = head < len(texts[layer])
+            cells.append(
+                _cell(float(values[layer, head]), texts[layer][head]) if is_head else "<td></td>"
+            )
+        rows.append(f"<tr>{''.join(cells)}</tr>")
+    return f"<table><caption>{escape(caption)}</caption>{''.join(rows)}</table>"
+
+
+def _cell(value: float, text: str) -> str:
+    """Return a cell with a text, on a background as dark as its value, in [0, 1]."""
+    background = ", ".join(f"{round(255 + value * (full - 255))}" for full in _FULL)
+    colour = "white" if value >= _LIGHT else "black"
+    style = f"background: rgb({background}); color: {colour}; text-align: center"
+    return f'<td style="{style}">{escape(text)}</td>'

@@ -102,9 +102,9 @@ class HeadScores(grid.OnGrid):
     @cached_property
     def selection(self) -> str | None:
         """Return the digest of the documents that the heads were scored on; None if unknown."""
-        return (
-            self.metadata.get(SELECTION) if self.selected_on is None else digest(self.selected_on)
-        )
+        if self.selected_on is not None:
+            return digest(self.selected_on)
+        return self.metadata.get(SELECTION)
 
     @cached_property
     def layers(self) -> list[int]:
@@ -129,10 +129,9 @@ class HeadScores(grid.OnGrid):
     @cached_property
     def cache_facts(self) -> dict[str, Any]:
         """Return ``local_layers.cache_facts`` of the probe's model, with the size of heads if the probe records it."""
+        layers = local_layers.config_layers(self.native_windows)
         sizes = self.metadata.get("head_dims") or [self.metadata.get("head_dim")] * self.num_layers
-        return local_layers.cache_facts(
-            local_layers.config_layers(self.native_windows), self.heads_per_layer, sizes
-        )
+        return local_layers.cache_facts(layers, self.heads_per_layer, sizes)
 
     @property
     def native_windows(self) -> list[int | None]:
@@ -162,8 +161,10 @@ class HeadScores(grid.OnGrid):
         That is the context that the probe was measured for, or the length of its blocks; in tables of earlier versions
         the model's context. None: none of these is recorded.
         """
-        known = (self.metadata.get(key) for key in ("context", "block_size", "positions"))
-        return next((int(value) for value in known if value is not None), None)
+        for key in ("context", "block_size", "positions"):
+            if self.metadata.get(key) is not None:
+                return int(self.metadata[key])
+        return None
 
     @property
     def kind(self) -> str:
@@ -178,21 +179,22 @@ class HeadScores(grid.OnGrid):
     @cached_property
     def measure(self) -> score_kind.Measure:
         """Return the name, unit and colour scale of the scores."""
-        return score_kind.Measure.of(
-            self.kind, self.signal, self.metadata.get("unit"), self.values[self.is_head]
-        )
+        unit = self.metadata.get("unit")
+        return score_kind.Measure.of(self.kind, self.signal, unit, self.values[self.is_head])
 
     @property
     def missed_price(self) -> str | None:
         """Return a warning if the gates missed the target density of their price; else None."""
-        target = self.metadata.get("target_density")
+        if not self.is_density:
+            return None
         reached = self.metadata.get("reached_density")
         learned = self.metadata.get("training") != diagnosis.FROZEN
-        return (
-            diagnosis.missed_price(target, reached, weights_learned=learned)
-            if self.is_density
-            else None
-        )
+        return diagnosis.missed_price(self.target_density, reached, weights_learned=learned)
+
+    @property
+    def target_density(self) -> float | None:
+        """Return the share of keys that the gates were trained to keep; None without a target."""
+        return self.metadata.get("target_density")
 
     @property
     def tau_of_positions(self) -> float:
@@ -204,9 +206,8 @@ class HeadScores(grid.OnGrid):
         """Return 8 hexadecimal digits of this probe's content, the same in memory, in files and at every threshold."""
         if self.probe_hash is not None:
             return self.probe_hash
-        key = hashlib.sha256(
-            f"{self.tau} {self.window}\n{tables.csv_text(head_tables.file_rows(self.rows))}".encode()
-        )
+        rows = tables.csv_text(head_tables.file_rows(self.rows))
+        key = hashlib.sha256(f"{self.tau} {self.window}\n{rows}".encode())
         if self.histogram is not None:
             key.update(self.histogram.counts.astype("<i8").tobytes())
         return key.hexdigest()[:8]
@@ -269,11 +270,14 @@ class HeadScores(grid.OnGrid):
         if self.documents is not None:
             order = [histogram.domains.index(domain) for domain in self.documents.domains]
             documents = self.documents.at_tau(tau, lambda tau: histogram.density(tau)[order])
-        earlier: dict[str, Any] = {
-            "positions_tau": self.tau_of_positions,
-            "probe_hash": self.content_hash,
-        }
-        return replace(self, rows=rows, tau=tau, documents=documents, **earlier)
+        return replace(
+            self,
+            rows=rows,
+            tau=tau,
+            documents=documents,
+            positions_tau=self.tau_of_positions,
+            probe_hash=self.content_hash,
+        )
 
     def tau_for_density(self, rho: float) -> float:
         """Return the threshold, keeping any tokens, of mean density closest to ``rho``; errors as ``at_tau``."""
@@ -290,21 +294,20 @@ class HeadScores(grid.OnGrid):
             return []
         missed = [] if self.missed_price is None else [self.missed_price]
         # With a price, density measures need, not the number of useful keys
-        is_priced = (
-            bool(self.metadata.get("price")) or self.metadata.get("target_density") is not None
-        )
+        is_priced = bool(self.metadata.get("price")) or self.target_density is not None
         return missed + diagnosis.undifferentiated(self.density[self.is_head], is_priced=is_priced)
 
     def _repr_html_(self) -> str:
         """Return an HTML table of the score of every KV head (densities in percent), for notebooks."""
-        scale = self.measure.scale
-        at_tau = f", at tau {self.tau:g}" if self.is_density else ""
+        measure = self.measure
         texts = [
-            [scale.text(v) for v in row[:n]]
-            for row, n in zip(self.values, self.heads_per_layer, strict=True)
+            [measure.scale.text(score) for score in scores[:num_heads]]
+            for scores, num_heads in zip(self.values, self.heads_per_layer, strict=True)
         ]
-        caption = f"{self.name}: {self.measure.noun}, {self.measure.shown}{at_tau}; mean {scale.factor * self.mean:.1f}"
-        return grid.grid_html(caption, scale.fraction(self.values), texts)
+        at_tau = f", at tau {self.tau:g}" if self.is_density else ""
+        mean = f"mean {measure.scale.factor * self.mean:.1f}"
+        caption = f"{self.name}: {measure.noun}, {measure.shown}{at_tau}; {mean}"
+        return grid.grid_html(caption, measure.scale.fraction(self.values), texts)
 
     def __repr__(self) -> str:
         """Return name, signal, kind, grid and unit on one line."""
@@ -331,15 +334,10 @@ class HeadScores(grid.OnGrid):
             record: entries of ``probe.yaml``, such as ``unit`` and ``sinks``.
         """
         window = arguments.convert("window", int | None, window)
-        schema.validate(
-            head_tables.ProbeFile, {**record, "name": name, "window": window}, "head scores"
-        )
-        return cls(
-            name,
-            head_tables.array_rows(values, kind),
-            window=window,
-            metadata={**record, "kind": kind},
-        )
+        entries = {**record, "name": name, "window": window}
+        schema.validate(head_tables.ProbeFile, entries, "head scores")
+        rows = head_tables.array_rows(values, kind)
+        return cls(name, rows, window=window, metadata={**record, "kind": kind})
 
     def to_frame(self) -> pd.DataFrame:
         """Return one row per layer, KV head and domain, as ``density.csv`` has them."""
@@ -377,38 +375,25 @@ class HeadScores(grid.OnGrid):
         if not has_record:
             return table
         # Read the files beside it
+        sizes = table.heads_per_layer
+        domains = table.domains
+        densities = [table.domain_density(domain) for domain in domains]
+        selected_on = None
+        if SELECTION in metadata:
+            selected_on = read_selection(metadata[SELECTION], [folder])
         return replace(
             table,
-            positions=head_tables.read_positions(folder / _POSITIONS, table.heads_per_layer),
-            histogram=LogitHistogram.read(folder / _HISTOGRAM, table.domains, table.grid),
-            documents=DocumentCounts.read(
-                folder / _DOCUMENTS,
-                table.domains,
-                [table.domain_density(domain) for domain in table.domains],
-            ),
-            gains=head_tables.Gains.read(folder / _GAINS, table.heads_per_layer),
-            window_costs=head_tables.WindowCosts.read(
-                folder / _WINDOWS, table.heads_per_layer, table.domains
-            ),
-            selected_on=read_selection(metadata[SELECTION], [folder])
-            if SELECTION in metadata
-            else None,
+            positions=head_tables.read_positions(folder / _POSITIONS, sizes),
+            histogram=LogitHistogram.read(folder / _HISTOGRAM, domains, table.grid),
+            documents=DocumentCounts.read(folder / _DOCUMENTS, domains, densities),
+            gains=head_tables.Gains.read(folder / _GAINS, sizes),
+            window_costs=head_tables.WindowCosts.read(folder / _WINDOWS, sizes, domains),
+            selected_on=selected_on,
         )
 
     def write(self, folder: files.StrPath) -> None:
         """Write ``density.csv``, ``probe.yaml`` and what else is known, in place of all files of an earlier probe."""
-        record = {
-            "name": self.name,
-            "kind": self.kind,
-            "unit": self.measure.unit,
-            "tau": self.tau,
-            "window": self.window,
-            "num_layers": self.num_layers,
-            "num_kv_heads": self.num_kv_heads,
-            **({} if self.is_head.all() else {"heads_per_layer": list(self.heads_per_layer)}),
-            f"mean_{self.kind}": round(self.mean, 4 if self.is_density else 6),
-            f"std_{self.kind}": round(self.std, 4 if self.is_density else 6),
-        }
+        record = self._facts()
         # List the files of an earlier probe, which are replaced or removed
         earlier = [
             file.name for file in Path(folder).glob(PATTERN) if str(self.selection) not in file.name
@@ -429,6 +414,24 @@ class HeadScores(grid.OnGrid):
             if self.selected_on is not None:
                 record[SELECTION] = write_selection(new, self.selected_on)
             records.write_record(new / RECORD, {**self.metadata, **record})
+
+    def _facts(self) -> dict[str, Any]:
+        """Return the entries of ``probe.yaml`` that follow from the table itself."""
+        decimals = 4 if self.is_density else 6
+        facts: dict[str, Any] = {
+            "name": self.name,
+            "kind": self.kind,
+            "unit": self.measure.unit,
+            "tau": self.tau,
+            "window": self.window,
+            "num_layers": self.num_layers,
+            "num_kv_heads": self.num_kv_heads,
+        }
+        if not self.is_head.all():
+            facts["heads_per_layer"] = list(self.heads_per_layer)
+        facts[f"mean_{self.kind}"] = round(self.mean, decimals)
+        facts[f"std_{self.kind}"] = round(self.std, decimals)
+        return facts
 
     def _need_histogram(self) -> LogitHistogram:
         """Return the histogram, or raise ``UserError`` without one."""

@@ -181,17 +181,13 @@ def _column(kind: str) -> str:
 def _declared(column: Column, kind: str, name: str) -> Column:
     """Return the declaration of a column for scores of a kind, whose column is called ``name``."""
     most = _MAX_SIZE.get(kind)
-    if column.name == _SCORE:
-        return (
-            replace(column, name=name)
-            if most is None
-            else replace(column, name=name, low=-most, high=most)
-        )
-    return (
-        replace(column, high=max(most or 0.0, MAX_NATS))
-        if column.name == "standard_error"
-        else column
-    )
+    if column.name == "standard_error":
+        return replace(column, high=max(most or 0.0, MAX_NATS))
+    if column.name != _SCORE:
+        return column
+    if most is None:
+        return replace(column, name=name)
+    return replace(column, name=name, low=-most, high=most)
 
 
 def _check_complete(rows: pd.DataFrame, where: str, heads_per_layer: Sequence[int] | None) -> None:
@@ -201,14 +197,15 @@ def _check_complete(rows: pd.DataFrame, where: str, heads_per_layer: Sequence[in
     total = sum(heads_per_layer) if heads_per_layer else layers * heads
     for domain, domain_rows in rows.groupby("domain"):
         present = set(zip(domain_rows["layer"], domain_rows["kv_head"], strict=True))
-        absent = total - len(present)
-        if absent > 0:  # one mistyped layer can make the grid huge: find the first gap only
+        num_absent = total - len(present)
+        if num_absent > 0:
+            # Find the first gap only: one mistyped layer can make the grid huge
             sizes = heads_per_layer or itertools.repeat(heads, layers)
-            grid = ((layer, head) for layer, size in enumerate(sizes) for head in range(size))
-            first = next(head_index for head_index in grid if head_index not in present)
+            cells = ((layer, head) for layer, size in enumerate(sizes) for head in range(size))
+            layer, head = next(cell for cell in cells if cell not in present)
             raise UserError(
-                f"{where}: {absent} of {total} heads are missing in domain '{domain}', starting "
-                f"with layer {first[0]}, KV head {first[1]}; the grid must be complete from 0"
+                f"{where}: {num_absent} of {total} heads are missing in domain '{domain}', "
+                f"starting with layer {layer}, KV head {head}; the grid must be complete from 0"
             )
     if heads_per_layer:
         check_grid(where, rows.groupby("layer")["kv_head"].max() + 1, "its record", heads_per_layer)
@@ -285,22 +282,20 @@ class Gains:
         # Arrange the rows as a grid
         rows = rows.sort_values(["layer", "kv_head"])
         return cls(
-            *(
-                on_grid(rows[name].to_numpy(), heads_per_layer)
-                for name in ("gain", "standard_error")
-            )
+            values=on_grid(rows["gain"].to_numpy(), heads_per_layer),
+            standard_error=on_grid(rows["standard_error"].to_numpy(), heads_per_layer),
         )
 
     def write(self, path: Path) -> None:
         """Write the file atomically."""
         layer, head = np.nonzero(~np.isnan(self.values))
-        columns = (layer, head, self.values[layer, head], self.standard_error[layer, head])
-        write_csv(
-            path,
-            pd.DataFrame(
-                dict(zip((column.name for column in _GAIN_COLUMNS), columns, strict=True))
-            ),
-        )
+        columns = {
+            "layer": layer,
+            "kv_head": head,
+            "gain": self.values[layer, head],
+            "standard_error": self.standard_error[layer, head],
+        }
+        write_csv(path, pd.DataFrame(columns))
 
 
 @dataclass(frozen=True, eq=False)
@@ -319,22 +314,24 @@ class WindowCosts:
 
         A program that minimises sums of costs would otherwise choose the heads whose costs are wrong by most.
         """
-        return np.maximum.accumulate(np.maximum(self.values, 0.0)[..., ::-1], -1)[..., ::-1]
+        from_widest = np.maximum(self.values, 0.0)[..., ::-1]
+        return np.maximum.accumulate(from_widest, -1)[..., ::-1]
 
     def at(self, window: int) -> arrays.Float:
         """Return the costs [P, L, Hkv] of any window, interpolated in its logarithm between those measured."""
-        position = np.interp(np.log2(window), np.log2(self.windows), np.arange(len(self.windows)))
-        low = min(int(position), len(self.windows) - 2) if len(self.windows) > 1 else 0
-        high = min(low + 1, len(self.windows) - 1)
-        share = position - low
-        return np.asarray((1.0 - share) * self.values[..., low] + share * self.values[..., high])
+        last = len(self.windows) - 1
+        position = np.interp(np.log2(window), np.log2(self.windows), np.arange(last + 1))
+        lower = min(int(position), max(last - 1, 0))
+        upper = min(lower + 1, last)
+        share = position - lower
+        costs = (1.0 - share) * self.values[..., lower] + share * self.values[..., upper]
+        return np.asarray(costs)
 
     def only(self, windows: tuple[int, ...]) -> "WindowCosts":
         """Return the costs of some windows, interpolated where they were not measured."""
         chosen = tuple(sorted(set(windows)))
-        return WindowCosts(
-            chosen, np.stack([self.at(window) for window in chosen], -1), self.domains
-        )
+        values = np.stack([self.at(window) for window in chosen], -1)
+        return WindowCosts(chosen, values, self.domains)
 
     @classmethod
     def read(
@@ -352,29 +349,26 @@ class WindowCosts:
         expected = pd.MultiIndex.from_tuples(
             [(domain, *head, window) for domain, head, window in product]
         )
-        if (
-            len(rows) != len(expected)
-            or not (pd.MultiIndex.from_frame(rows[_WINDOW_ORDER]) == expected).all()
-        ):
+        actual = pd.MultiIndex.from_frame(rows[_WINDOW_ORDER])
+        if len(actual) != len(expected) or not (actual == expected).all():
             raise UserError(
                 f"window costs {path}: expected every head of {grid_words(heads_per_layer)}, "
                 "domain and window once\n"
                 "probe again, or remove it: only layouts of several windows, and those for another "
                 "memory, need it"
             )
-        costs = (
-            rows["cost"].to_numpy().reshape(len(domains), len(heads), len(windows)).swapaxes(1, 2)
-        )
-        return cls(windows, np.moveaxis(on_grid(costs, heads_per_layer), 1, -1), domains)
+        costs = rows["cost"].to_numpy().reshape(len(domains), len(heads), len(windows))
+        arranged = on_grid(costs.swapaxes(1, 2), heads_per_layer)  # [P, W, L, Hkv]
+        return cls(windows, np.moveaxis(arranged, 1, -1), domains)
 
     def write(self, path: Path) -> None:
         """Write the file atomically."""
-        index = np.nonzero(~np.isnan(self.values))
+        domain, layer, head, window = np.nonzero(~np.isnan(self.values))
         columns = {
-            "layer": index[1],
-            "kv_head": index[2],
-            "domain": np.array(self.domains)[index[0]],
-            "window": np.array(self.windows)[index[3]],
-            "cost": self.values[index],
+            "layer": layer,
+            "kv_head": head,
+            "domain": np.array(self.domains)[domain],
+            "window": np.array(self.windows)[window],
+            "cost": self.values[domain, layer, head, window],
         }
         write_csv(path, pd.DataFrame(columns))

@@ -17,6 +17,7 @@ import pandas as pd
 from numpy.typing import ArrayLike, NDArray
 
 from spkv_nas.artifacts.grid import Grid, check_grid
+from spkv_nas.artifacts.threshold import sigmoid
 from spkv_nas.base import errors, files, limits
 from spkv_nas.base.arrays import Array, read_arrays
 
@@ -35,26 +36,6 @@ _DOCUMENT_ARRAYS = (
 MAX_DOCUMENTS = 256  # per probe; more are pooled into this many groups, domain by domain
 
 
-def sigmoid(logit: float) -> float:
-    """Convert a utility logit, which may be infinite, to a threshold tau in [0, 1]."""
-    return 1.0 / (1.0 + math.exp(-logit))
-
-
-def threshold_logit(tau: float) -> float:
-    """Return the logit of ``tau``: a utility is at least ``tau`` exactly when its logit is at least this."""
-    if tau <= 0.0:
-        return -math.inf
-    if tau >= 1.0:
-        return math.inf
-    return math.log(tau) - math.log1p(-tau)
-
-
-def rounded_tau(tau: float) -> float:
-    """Round a threshold as files store it: to four decimals, or near 0 and 1 to three digits of the distance."""
-    distance = min(tau, 1.0 - tau)
-    return round(tau, max(4, 2 - math.floor(math.log10(distance))) if distance > 0 else 4)
-
-
 @dataclass(frozen=True, eq=False)
 class LogitHistogram:
     """Histogram of utility logits, from which the density at any threshold follows."""
@@ -71,12 +52,14 @@ class LogitHistogram:
         if tau >= 1.0:
             return np.zeros(self.counts.shape[:-1])
         # Find the bin that contains the logit of tau
-        at_edge = self._at_edge
-        limit = min(max(math.log(tau / (1.0 - tau)), self.edges[0]), self.edges[-1])
-        right = max(1, int(np.searchsorted(self.edges, limit)))
+        logit = math.log(tau / (1.0 - tau))
+        logit = min(max(logit, self.edges[0]), self.edges[-1])
+        right = max(1, int(np.searchsorted(self.edges, logit)))
+        left = right - 1
         # Interpolate between the edges of the bin
-        share = (limit - self.edges[right - 1]) / (self.edges[right] - self.edges[right - 1])
-        return np.asarray((1.0 - share) * at_edge[..., right - 1] + share * at_edge[..., right])
+        share = (logit - self.edges[left]) / (self.edges[right] - self.edges[left])
+        at_edge = self._at_edge
+        return np.asarray((1.0 - share) * at_edge[..., left] + share * at_edge[..., right])
 
     def tau_for_density(self, rho: float, shares: Sequence[float]) -> float:
         """Return the tau, keeping any tokens, of mean density closest to ``rho``; ``shares`` weight ``domains``."""
@@ -89,19 +72,22 @@ class LogitHistogram:
         high = min(float(self.edges[-1]), _LARGEST_LOGIT)
         for _ in range(60):
             middle = (low + high) / 2
-            low, high = (middle, high) if mean(sigmoid(middle)) > rho else (low, middle)
+            if mean(sigmoid(middle)) > rho:
+                low = middle
+            else:
+                high = middle
         # Compare both ends, and tau 0, which keeps all tokens
         means = {tau: mean(tau) for tau in (sigmoid(low), sigmoid(high), 0.0)}
-        return min((tau for tau in means if means[tau] > 0), key=lambda tau: abs(means[tau] - rho))
+        keeping = [tau for tau in means if means[tau] > 0]
+        return min(keeping, key=lambda tau: abs(means[tau] - rho))
 
     @cached_property
     def _at_edge(self) -> NDArray[np.float64]:
         """Return the share of logits at or above each edge, [domains, L, Hkv, n + 1]."""
         total = np.maximum(self.counts.sum(-1), 1)
-        above = np.concatenate(
-            [self.counts[..., :0:-1].cumsum(-1)[..., ::-1], 0 * total[..., None]], -1
-        )
-        return np.asarray(above[..., : len(self.edges)] / total[..., None])
+        # Bins of logits at or above edge i are those from i + 1 on
+        from_bin = self.counts[..., ::-1].cumsum(-1)[..., ::-1]
+        return np.asarray(from_bin[..., 1:] / total[..., None])
 
     @classmethod
     def read(cls, path: Path, domains: tuple[str, ...], grid: Grid) -> "LogitHistogram | None":
@@ -155,9 +141,9 @@ class DocumentCounts:
         """Return the density per domain [P, L, Hkv]; NaN for a domain without documents."""
         member = self.domain == np.arange(len(self.domains))[:, None]
         with np.errstate(invalid="ignore"):
-            return np.asarray(
-                np.tensordot(member, self.kept, 1) / (member @ self.tokens)[:, None, None]
-            )
+            kept = np.tensordot(member, self.kept, 1)
+            tokens = member @ self.tokens
+            return np.asarray(kept / tokens[:, None, None])
 
     def at_tau(
         self, tau: float, density: Callable[[float], NDArray[np.float64]]
@@ -169,21 +155,28 @@ class DocumentCounts:
         of tokens as its domain. This underestimates the spread between documents: by up to 1 % with bins of 0.1, by 11
         to 33 % with bins of 1.0 (embedded reference, mean over heads, four thresholds).
         """
-        logit = (
-            math.log(tau / (1.0 - tau)) if 0.0 < tau < 1.0 else math.copysign(math.inf, tau - 0.5)
-        )
+        logit = math.copysign(math.inf, tau - 0.5)
+        if 0.0 < tau < 1.0:
+            logit = math.log(tau / (1.0 - tau))
+        # Share of the tokens in the threshold's bin that are kept, by domain
         index = int(np.searchsorted(self.edges, logit, side="right"))
         bounds = (-math.inf, *self.edges.tolist(), math.inf)
-        below, above = (density(sigmoid(edge)) for edge in bounds[index : index + 2])
-        # Share of the bin's tokens that are kept
-        share = (density(tau) - above) / np.where(below > above, below - above, 1.0)
-        kept = self.bins[..., index + 1 :].sum(-1) + share[self.domain] * self.bins[..., index]
-        return replace(self, kept=kept)
+        from_bin = density(sigmoid(bounds[index]))
+        beyond_bin = density(sigmoid(bounds[index + 1]))
+        in_bin = np.where(from_bin > beyond_bin, from_bin - beyond_bin, 1.0)
+        share = (density(tau) - beyond_bin) / in_bin
+        kept_beyond = self.bins[..., index + 1 :].sum(-1)
+        return replace(self, kept=kept_beyond + share[self.domain] * self.bins[..., index])
 
     def take(self, chosen: NDArray[np.bool_]) -> "DocumentCounts":
         """Return the documents selected by the mask ``chosen``, bool [N]."""
-        names = ("kept", "tokens", "domain", "bins")
-        return replace(self, **{name: getattr(self, name)[chosen] for name in names})
+        return replace(
+            self,
+            kept=self.kept[chosen],
+            tokens=self.tokens[chosen],
+            domain=self.domain[chosen],
+            bins=self.bins[chosen],
+        )
 
     @classmethod
     def read(
@@ -199,11 +192,8 @@ class DocumentCounts:
         tokens = arrays["tokens"].astype(np.int64)
         domain = arrays["domain"].astype(np.int64)
         # Check that the counts belong to the table
-        if (
-            names != domains
-            or kept.shape[1:] != np.shape(density)[1:]
-            or not (domain < len(names)).all()
-        ):
+        has_grid = kept.shape[1:] == np.shape(density)[1:]
+        if names != domains or not has_grid or not (domain < len(names)).all():
             raise errors.UserError(
                 f"{path} does not belong to the table in its folder: other domains or another "
                 "grid\n"
@@ -218,11 +208,15 @@ class DocumentCounts:
 
     def write(self, path: Path) -> None:
         """Write the file atomically, with integers in the smallest type that holds them."""
-        counts = {name: _smallest(getattr(self, name)) for name in ("kept", "tokens", "domain")}
-        texts = {"domains": np.array(self.domains)}
-        files.write_npz(
-            path, {**counts, **texts, "bins": _smallest(self.bins), "edges": self.edges}
-        )
+        arrays = {
+            "kept": _smallest(self.kept),
+            "tokens": _smallest(self.tokens),
+            "domain": _smallest(self.domain),
+            "domains": np.array(self.domains),
+            "bins": _smallest(self.bins),
+            "edges": self.edges,
+        }
+        files.write_npz(path, arrays)
 
 
 def group_documents(domain: NDArray[np.int64], num_domains: int) -> tuple[NDArray[np.int64], int]:
@@ -232,9 +226,11 @@ def group_documents(domain: NDArray[np.int64], num_domains: int) -> tuple[NDArra
     documents than its share distributes them over its groups in turn.
     """
     limit = max(2, MAX_DOCUMENTS // num_domains)
-    sizes = np.minimum(np.bincount(domain, minlength=num_domains), limit)
-    rank = pd.Series(domain).groupby(domain).cumcount().to_numpy() % limit  # in its domain
-    return (np.cumsum(sizes) - sizes)[domain] + rank, int(sizes.sum())
+    num_groups = np.minimum(np.bincount(domain, minlength=num_domains), limit)  # by domain
+    first_group = np.cumsum(num_groups) - num_groups
+    # Number of earlier documents of the same domain
+    rank = pd.Series(domain).groupby(domain).cumcount().to_numpy()
+    return first_group[domain] + rank % limit, int(num_groups.sum())
 
 
 def _smallest(values: NDArray[Any]) -> NDArray[Any]:

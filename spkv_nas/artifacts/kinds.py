@@ -5,7 +5,10 @@ SHARE = "share"  # any other number in [0, 1], shown in percent
 GAIN = "gain"  # what a head saves; signed
 SCORE = "score"  # any finite number
 KINDS = (DENSITY, SHARE, GAIN, SCORE)
-GRANULARITIES = HEAD, LAYER = "head", "layer"  # whether single heads or whole layers were measured
+# Whether single heads or whole layers were measured
+HEAD = "head"
+LAYER = "layer"
+GRANULARITIES = (HEAD, LAYER)
 
 DENSITY_UNIT = "share of tokens kept"
 SHARE_UNIT = "share in [0, 1]"  # of shares whose signal names none

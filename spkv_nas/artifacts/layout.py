@@ -102,7 +102,27 @@ class Layout(OnGrid):
             remedy="give for example {'L': 128, 'M': 512}",
         )
         legend = dict(windows) or {LOCAL[0]: self.window}
-        # Check the grid
+        self._check_grid(legend)
+        # Check windows, sinks and strategy
+        _check_range(legend, has_legend=bool(windows))
+        if windows:
+            self._check_legend(legend)
+        if not 0 <= self.sinks <= limits.MAX_WINDOW:
+            raise UserError(
+                f"sinks is {str(self.sinks)[:40]}; it must lie between 0 and {limits.MAX_WINDOW}"
+            )
+        names.check_name(convert("strategy", str, self.strategy), "the strategy")
+        # Give the letters of ``LOCAL``, so that equal layouts have equal letters
+        letters = sorted(legend, key=lambda letter: legend[letter])
+        renamed = str.maketrans(dict(zip(letters, LOCAL, strict=False)))
+        ordered = [legend[letter] for letter in letters]
+        several = dict(zip(LOCAL, ordered, strict=False)) if len(ordered) > 1 else {}
+        object.__setattr__(self, "heads", tuple(row.translate(renamed) for row in self.heads))
+        object.__setattr__(self, "window", ordered[0])
+        object.__setattr__(self, "windows", several)
+
+    def _check_grid(self, legend: Mapping[str, int]) -> None:
+        """Raise ``UserError`` for a grid or a row that is empty, or a letter that is not in the legend."""
         if not all(self.heads) or not self.heads:
             raise UserError(
                 "the grid 'heads' is empty; give one row per layer, one letter per KV head"
@@ -113,39 +133,9 @@ class Layout(OnGrid):
                 raise UserError(
                     f"layer {layer} is {row[:100]!r}; allowed letters are G (global) and {letters}"
                 )
-        # Check windows, sinks and strategy
-        self._check_windows(legend, has_legend=bool(windows))
-        if not 0 <= self.sinks <= limits.MAX_WINDOW:
-            raise UserError(
-                f"sinks is {str(self.sinks)[:40]}; it must lie between 0 and {limits.MAX_WINDOW}"
-            )
-        names.check_name(convert("strategy", str, self.strategy), "the strategy")
-        # Give the letters of ``LOCAL``, so that equal layouts have equal letters
-        ordered = sorted(legend.items(), key=lambda item: item[1])
-        renamed = str.maketrans({letter: LOCAL[index] for index, (letter, _) in enumerate(ordered)})
-        several = (
-            {LOCAL[index]: window for index, (_, window) in enumerate(ordered)}
-            if len(ordered) > 1
-            else {}
-        )
-        object.__setattr__(self, "heads", tuple(row.translate(renamed) for row in self.heads))
-        object.__setattr__(self, "window", ordered[0][1])
-        object.__setattr__(self, "windows", several)
 
-    def _check_windows(self, legend: Mapping[str, int], *, has_legend: bool) -> None:
-        """Raise ``UserError`` for a window out of range, or a legend that does not fit the grid."""
-        for letter, window in legend.items():
-            name = f"the window of {letter}" if has_legend else "window"
-            if window < 1:
-                raise UserError(
-                    f"{name} is {window}; it must be at least 1, because it includes the query's "
-                    "own key"
-                )
-            if window > limits.MAX_WINDOW:
-                raise UserError(f"{name} is {str(window)[:40]}; it is at most {limits.MAX_WINDOW}")
-        if not has_legend:
-            return
-        # Check the letters of the legend
+    def _check_legend(self, legend: Mapping[str, int]) -> None:
+        """Raise ``UserError`` for a legend that does not fit the grid."""
         if wrong := [letter for letter in legend if letter not in LOCAL or len(letter) != 1]:
             raise UserError(
                 f"windows: {wrong[0][:40]!r} is no letter of a local head; they are "
@@ -202,31 +192,33 @@ class Layout(OnGrid):
     @property
     def reach(self) -> str:
         """Return what local heads see, for people: "window 128, 4 sink tokens", "windows L 128, M 512"."""
-        sinks = f", {self.sinks} sink token{'s' if self.sinks > 1 else ''}" if self.sinks else ""
-        return (
-            f"windows {_listed(self.windows)}" if self.windows else f"window {self.window}"
-        ) + sinks
+        words = f"windows {_listed(self.windows)}" if self.windows else f"window {self.window}"
+        if self.sinks:
+            words += f", {self.sinks} sink token{'s' if self.sinks > 1 else ''}"
+        return words
 
     @property
     def legend_words(self) -> str:
         """Return what local heads see, with what the letters of several windows mean, for where they first appear."""
         if not self.windows:
             return self.reach
-        return f"{self.reach} (a letter for each window: heads of {LOCAL[0]} see the last {self.window} keys)"
+        meaning = f"heads of {LOCAL[0]} see the last {self.window} keys"
+        return f"{self.reach} (a letter for each window: {meaning})"
 
     @property
     def description(self) -> str:
         """Return the shape, the share of global heads, window, sink tokens and hash in one line."""
-        share = f"{self.num_global} of {self.num_heads} global ({100 * self.num_global / self.num_heads:.1f} %)"
+        percent = 100 * self.num_global / self.num_heads
+        share = f"{self.num_global} of {self.num_heads} global ({percent:.1f} %)"
         return f"{grid_words(self.heads_per_layer)}, {share}, {self.reach}, hash {self.hash}"
 
     @property
     def content(self) -> str:
         """Return windows, grid and sinks (if any) as text: only what affects the model."""
         windows = " ".join(map(str, self.legend.values()))
-        return f"{windows}\n{'/'.join(self.heads)}" + (
-            f"\nsinks {self.sinks}" if self.sinks else ""
-        )
+        rows = "/".join(self.heads)
+        sinks = f"\nsinks {self.sinks}" if self.sinks else ""
+        return f"{windows}\n{rows}{sinks}"
 
     def check_one_window(self, what: str) -> None:
         """Raise ``UserError`` if local heads have several windows, and say ``what`` is impossible."""
@@ -267,13 +259,12 @@ class Layout(OnGrid):
 
         ``settings`` are the other arguments of the constructor. Without a local head, the window is ``DEFAULT_WINDOW``.
         """
-        letters = dict(
-            zip(sorted({w for row in windows for w in row if w is not None}), LOCAL, strict=False)
-        )
-        heads = tuple(
-            "".join(GLOBAL if w is None else letters.get(w, "?") for w in row) for row in windows
-        )
-        legend = {letter: window for window, letter in letters.items()}
+        widths = {window for row in windows for window in row if window is not None}
+        legend = dict(zip(LOCAL, sorted(widths), strict=False))
+        letters: dict[int | None, str] = {window: letter for letter, window in legend.items()}
+        letters[None] = GLOBAL
+        # More windows than letters have "?", which the constructor refuses
+        heads = tuple("".join(letters.get(window, "?") for window in row) for row in windows)
         return cls(heads, 0 if legend else DEFAULT_WINDOW, windows=legend, **settings)
 
     @classmethod
@@ -292,9 +283,9 @@ class Layout(OnGrid):
         if grid.ndim != 2 or grid.dtype != np.bool_:
             raise UserError(f"mask must be bool [L, Hkv], found {grid.dtype} {list(grid.shape)}")
         sizes = heads_per_layer or [grid.shape[1]] * len(grid)
-        rows = (row[:size] for row, size in zip(grid, sizes, strict=True))
-        heads = tuple("".join("G" if is_global else "L" for is_global in row) for row in rows)
-        return cls(heads, window, strategy, provenance or {}, sinks=sinks)
+        letters = np.where(grid, GLOBAL, LOCAL[0])
+        heads = ["".join(row[:size]) for row, size in zip(letters, sizes, strict=True)]
+        return cls(tuple(heads), window, strategy, provenance or {}, sinks=sinks)
 
     @classmethod
     def read(cls, path: files.StrPath) -> Layout:
@@ -312,14 +303,7 @@ class Layout(OnGrid):
         where = f"layout {path}"
         text = files.read_text(hub.local_file(path, FILE, "layout"), "layout")
         data = files.parse_yaml(text, where)
-        if data.get("format") != FORMAT:
-            found_format = shortened(repr(data.get("format")), 40)
-            problem = (
-                f"the format is {found_format}"
-                if "format" in data
-                else "the key 'format' is missing"
-            )
-            raise UserError(f"{where}: {problem}; this version reads 'format: {FORMAT}'")
+        _check_format(data, where)
         content = schema.validate(_LayoutFile, data, where)
         # Warn if the file is truncated
         if "provenance" not in data and _GRID_COMMENT.partition("{")[0] in text:
@@ -335,29 +319,37 @@ class Layout(OnGrid):
         try:
             if content.window is None and content.windows is None:
                 raise UserError("the key 'window' is missing")
-            reach: dict[str, Any] = {"sinks": content.sinks, "windows": content.windows or {}}
             layout = cls(
-                tuple(content.heads), content.window or 0, content.strategy, provenance, **reach
+                tuple(content.heads),
+                content.window or 0,
+                content.strategy,
+                provenance,
+                sinks=content.sinks,
+                windows=content.windows or {},
             )
         except UserError as error:
             raise UserError(f"{where}: {error}") from error
-        # Warn if the file was edited
-        recorded_hash = content.provenance.get("hash") or layout.hash
-        if str(recorded_hash) != layout.hash:
+        layout._warn_if_edited(where, content.provenance)
+        return layout
+
+    def _warn_if_edited(self, where: str, provenance: Mapping[str, object]) -> None:
+        """Warn, for the caller of ``read``, if hash or check in a file are not those of its layout."""
+        recorded_hash = provenance.get("hash") or self.hash
+        recorded_check = provenance.get("check") or self.check
+        if str(recorded_hash) != self.hash:
             warnings.warn(
                 f"{where} was edited after it was written (its hash was {recorded_hash}, now "
-                f"{layout.hash}): its strategy '{layout.strategy}' and provenance describe the "
+                f"{self.hash}): its strategy '{self.strategy}' and provenance describe the "
                 "previous grid\n"
                 "if the edit is intended, rename the strategy and remove the hash from the file",
-                stacklevel=2,
+                stacklevel=3,
             )
-        elif str(content.provenance.get("check") or layout.check) != layout.check:
+        elif str(recorded_check) != self.check:
             warnings.warn(
                 f"{where}: its provenance was changed after it was written\n"
                 "if this is intended, remove the key 'check' from the file",
-                stacklevel=2,
+                stacklevel=3,
             )
-        return layout
 
     @staticmethod
     def json_schema() -> dict[str, Any]:
@@ -376,10 +368,17 @@ class Layout(OnGrid):
         cls, words: str, window: int | None, strategy: str = "custom", *, sinks: int = 0
     ) -> Layout:
         """Create a layout from ``words``, which have no windows if all local heads have ``window``."""
-        rows = [word for word in words.split() if "=" not in word]
-        pairs = (word.partition("=") for word in words.split() if "=" in word)
-        legend = {letter: int(number) if number.isdecimal() else 0 for letter, _, number in pairs}
-        return cls(tuple(rows), 0 if legend else window or 0, strategy, sinks=sinks, windows=legend)
+        rows: list[str] = []
+        legend: dict[str, int] = {}
+        for word in words.split():
+            letter, equals, number = word.partition("=")
+            if equals:
+                # The constructor refuses a window of 0
+                legend[letter] = int(number) if number.isdecimal() else 0
+            else:
+                rows.append(word)
+        one_window = 0 if legend else window or 0
+        return cls(tuple(rows), one_window, strategy, sinks=sinks, windows=legend)
 
     @property
     def rows(self) -> str:
@@ -389,11 +388,12 @@ class Layout(OnGrid):
     @property
     def text(self) -> str:
         """Return the YAML file; ``provenance`` must hold plain values (text, numbers, lists, mappings)."""
+        window = _WINDOW.format(self.window)
+        if self.windows:
+            window = _WINDOWS.format(files.yaml_line(self.windows))
         return _TEMPLATE.format(
             format=FORMAT,
-            window=_WINDOWS.format(files.yaml_line(self.windows))
-            if self.windows
-            else _WINDOW.format(self.window),
+            window=window,
             sinks=_SINKS.format(self.sinks) if self.sinks else "",
             comment=_GRID_COMMENT.format(", ".join(self.legend)),
             rows=self.rows,
@@ -404,6 +404,29 @@ class Layout(OnGrid):
     def write(self, path: files.StrPath) -> None:
         """Write ``text`` atomically."""
         files.write_atomic(Path(path), self.text)
+
+
+def _check_format(data: Mapping[str, object], where: str) -> None:
+    """Raise ``UserError`` if a layout file is of another format, or says none."""
+    if data.get("format") == FORMAT:
+        return
+    problem = "the key 'format' is missing"
+    if "format" in data:
+        problem = f"the format is {shortened(repr(data['format']), 40)}"
+    raise UserError(f"{where}: {problem}; this version reads 'format: {FORMAT}'")
+
+
+def _check_range(legend: Mapping[str, int], *, has_legend: bool) -> None:
+    """Raise ``UserError`` for a window out of range; without a legend it has no letter."""
+    for letter, window in legend.items():
+        name = f"the window of {letter}" if has_legend else "window"
+        if window < 1:
+            raise UserError(
+                f"{name} is {window}; it must be at least 1, because it includes the query's own "
+                "key"
+            )
+        if window > limits.MAX_WINDOW:
+            raise UserError(f"{name} is {str(window)[:40]}; it is at most {limits.MAX_WINDOW}")
 
 
 def _listed(windows: Mapping[str, int]) -> str:

@@ -69,9 +69,8 @@ class Measurement:
     # KV cache, in percent of full attention's, at ``context`` tokens; NaN: not recorded
     kv_cache_percent: float = math.nan
     context: int | None = None  # tokens of a block of the text; None: not recorded
-    by_position: tuple[
-        PositionLoss, ...
-    ] = ()  # of the same documents; empty: not recorded, or another criterion
+    # Of the same documents; empty: not recorded, or another criterion
+    by_position: tuple[PositionLoss, ...] = ()
     displacement: Displacement | None = None  # of the same passes; None: not measured
     source: Path | None = None  # the table; None for one in memory
 
@@ -130,7 +129,6 @@ def measurements(
     nouns = record.get("nouns", {})
     available = record.get("num_samples", {})
     risk = record.get("risk")
-    columns = {"passes_level", "fails_level"} & set(rows.columns)
     layouts = record.get("layouts", {})
     memory = {name: recorded.get("kv_cache_percent") for name, recorded in layouts.items()}
     return [
@@ -147,19 +145,23 @@ def measurements(
             noun=str(nouns.get(row["criterion"], SAMPLES)),
             more_samples=None if pd.isna(row["more_samples"]) else int(row["more_samples"]),
             num_available=float(available.get(row["criterion"], math.nan)),
-            risk=math.nan if risk is None else float(risk),
+            risk=_known(risk),
             against=str(record.get("against", "the dense model")),
-            kv_cache_percent=math.nan
-            if memory.get(row["candidate"]) is None
-            else float(memory[row["candidate"]]),
+            passes_level=_known(row.get("passes_level")),
+            fails_level=_known(row.get("fails_level")),
+            kv_cache_percent=_known(memory.get(row["candidate"])),
             context=record.get("context"),
             by_position=_by_position(row, record),
             displacement=Displacement.of_row(row),
             source=source,
-            **{column: float(row[column]) for column in columns},
         )
         for row in rows.to_dict("records")
     ]
+
+
+def _known(number: float | None) -> float:
+    """Return a number that was recorded; NaN if it was not."""
+    return math.nan if number is None else float(number)
 
 
 def _by_position(row: Mapping[Any, Any], record: Mapping[str, Any]) -> tuple[PositionLoss, ...]:

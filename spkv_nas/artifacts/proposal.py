@@ -11,11 +11,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from spkv_nas.artifacts import grid, head_scores, histogram
+from spkv_nas.artifacts import grid, head_scores, threshold
 from spkv_nas.artifacts.layout import GLOBAL, Layout
 from spkv_nas.artifacts.tried_layouts import RECOMMENDED
 from spkv_nas.base.errors import UserError
 
+Name = TypeVar("Name", int, str)
 Value = TypeVar("Value", int, str)
 EQUAL_MEMORY = 1.05  # ratio of two KV caches up to which layouts are compared as of the same memory
 
@@ -25,9 +26,8 @@ class Proposal:
     """Layouts by name, with the thresholds at which they were chosen."""
 
     layouts: dict[str, Layout]  # by strategy, or by file name if two layouts have the same strategy
-    taus: tuple[
-        float, ...
-    ] = ()  # all thresholds named in the files, ascending; empty for layouts made by hand
+    # All thresholds named in the files, ascending; empty for layouts made by hand
+    taus: tuple[float, ...] = ()
     # Path of each layout, by the same names
     files: Mapping[str, Path] = field(default_factory=dict)
 
@@ -75,14 +75,8 @@ class Proposal:
         differ in theirs. Layouts that come from another probe of the same name are warned of, too.
         """
         # Warn of layouts from an earlier probe or from different thresholds
-        hashes = {
-            name: layout.provenance.get("probe_hash", table.content_hash)
-            for name, layout in self.layouts.items()
-            if layout.provenance.get("probe") == table.name
-        }
-        if stale := [
-            name for name, probe_hash in hashes.items() if probe_hash != table.content_hash
-        ]:
+        stale = self._from_earlier_probe(table)
+        if stale:
             warnings.warn(
                 f"{', '.join(stale)}: proposed from an earlier probe named '{table.name}', not "
                 f"from the current one (hash {table.content_hash})\n"
@@ -101,13 +95,21 @@ class Proposal:
         numbers = {layout.sinks for layout in self.layouts.values()}
         if len(numbers) == 1 and numbers != {table.sinks}:
             table = replace(table, metadata={**table.metadata, "sinks": numbers.pop()})
-        if (
-            self.tau is None
-            or self.tau == histogram.rounded_tau(table.tau)
-            or table.histogram is None
-        ):
+        if self.tau is None or table.histogram is None:
+            return table
+        if self.tau == threshold.rounded_tau(table.tau):
             return table
         return table.at_tau(self.tau)
+
+    def _from_earlier_probe(self, table: head_scores.HeadScores) -> list[str]:
+        """Return the names of the layouts that were proposed from another probe with the name of the table."""
+        stale = []
+        for name, layout in self.layouts.items():
+            if layout.provenance.get("probe") == table.name:
+                probe_hash = layout.provenance.get("probe_hash", table.content_hash)
+                if probe_hash != table.content_hash:
+                    stale.append(name)
+        return stale
 
     @classmethod
     def read(cls, files: Iterable[Path]) -> "Proposal":
@@ -121,7 +123,8 @@ class Proposal:
                 raise UserError(
                     f"two layouts are called '{name}': rename one of them (key 'strategy')"
                 )
-            layouts[name], paths[name] = layout, file
+            layouts[name] = layout
+            paths[name] = file
             # Collect the thresholds
             tau = layout.provenance.get("tau")
             if isinstance(tau, float | int) and not isinstance(tau, bool):
@@ -149,14 +152,22 @@ def layout_names(entries: Sequence[tuple[Path, Layout]]) -> list[str]:
     number and folder, file name, folder and file name.
     """
     names = [layout.strategy for _, layout in entries]
-    for strategy in {name for name in names if names.count(name) > 1}:
-        group = [index for index, (_, layout) in enumerate(entries) if layout.strategy == strategy]
-        # Use the first addition that tells all layouts of the strategy apart
-        kinds = list(zip(*(_additions(*entries[index]) for index in group), strict=True))
-        additions = next((parts for parts in kinds if len(set(parts)) == len(parts)), kinds[-1])
-        for index, addition in zip(group, additions, strict=True):
-            names[index] = f"{strategy}-{addition}"
+    by_strategy = _members(dict(enumerate(names)))
+    for strategy, positions in by_strategy.items():
+        if len(positions) > 1:
+            additions = _distinguishing([_additions(*entries[index]) for index in positions])
+            for index, addition in zip(positions, additions, strict=True):
+                names[index] = f"{strategy}-{addition}"
     return names
+
+
+def _distinguishing(additions: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
+    """Return the first kind of addition that tells all layouts apart, or the last, by layout."""
+    kinds = list(zip(*additions, strict=True))
+    for kind in kinds:
+        if len(set(kind)) == len(kind):
+            return kind
+    return kinds[-1]
 
 
 def _additions(file: Path, layout: Layout) -> tuple[str, ...]:
@@ -206,10 +217,10 @@ def warn_of_separators(records: Mapping[str, Mapping[str, Any]]) -> None:
     """Warn if members of a comparison, of which ``records`` are the records, have different separators of documents."""
     separators = {}
     for name, record in records.items():
-        if isinstance(report := record.get("separator"), Mapping):
-            separators[name] = " ".join(
-                str(report[key]) for key in ("best", "documents") if key in report
-            )
+        report = record.get("separator")
+        if isinstance(report, Mapping):
+            known = [str(report[key]) for key in ("best", "documents") if key in report]
+            separators[name] = " ".join(known)
     members = _members(separators)
     if len(members) > 1:
         listed = "; ".join(
@@ -223,9 +234,9 @@ def warn_of_separators(records: Mapping[str, Mapping[str, Any]]) -> None:
         )
 
 
-def _members(values: Mapping[str, Value]) -> dict[Value, list[str]]:
+def _members(values: Mapping[Name, Value]) -> dict[Value, list[Name]]:
     """Group names by their value."""
-    members: dict[Value, list[str]] = {}
+    members: dict[Value, list[Name]] = {}
     for name, value in values.items():
         members.setdefault(value, []).append(name)
     return members
@@ -267,13 +278,19 @@ class Difference:
         )
         has_several = bool(first.windows or second.windows)
 
-        def mark(a: int | None, b: int | None) -> str:
-            if a is None or b is None:
-                return GLOBAL if a == b else "-" if a is None else "+"
-            return "~" if has_several and a != b else "."
+        def mark(window: int | None, other: int | None) -> str:
+            if window is None and other is None:
+                return GLOBAL
+            if window is None:
+                return "-"
+            if other is None:
+                return "+"
+            return "~" if has_several and window != other else "."
 
-        rows = zip(first.head_windows, second.head_windows, strict=True)
-        return cls(tuple("".join(map(mark, *pair)) for pair in rows))
+        marks = []
+        for row, other_row in zip(first.head_windows, second.head_windows, strict=True):
+            marks.append("".join(map(mark, row, other_row)))
+        return cls(tuple(marks))
 
     @property
     def num_heads(self) -> int:
@@ -283,5 +300,6 @@ class Difference:
     @property
     def jaccard(self) -> float:
         """Return global heads in both / global heads in either, in [0, 1]; 1 if no head is global."""
-        shared = sum(row.count("G") for row in self.marks)
-        return shared / (shared + self.num_heads) if shared + self.num_heads else 1.0
+        shared = sum(row.count(GLOBAL) for row in self.marks)
+        either = shared + self.num_heads
+        return shared / either if either else 1.0

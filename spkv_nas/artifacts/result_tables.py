@@ -192,9 +192,9 @@ class ResultTable:
         if not table.is_file():
             return None
         rows = read_table(table, self.name, self.columns, others=True).reset_index(drop=True)
-        return rows, records.read_record(
-            record, self.name, ResultRecord
-        ) if record.is_file() else {}
+        if not record.is_file():
+            return rows, {}
+        return rows, records.read_record(record, self.name, ResultRecord)
 
 
 def _number(
@@ -397,9 +397,8 @@ def write_checkpoints(folder: Path, models: Iterable[TrainedModel], root: Path) 
         asdict(model) | {"checkpoint": model.checkpoint.relative_to(root).as_posix()}
         for model in models
     ]
-    write_csv(
-        folder / CHECKPOINTS, pd.DataFrame(rows, columns=[column.name for column in _COLUMNS])
-    )
+    header = [column.name for column in _COLUMNS]
+    write_csv(folder / CHECKPOINTS, pd.DataFrame(rows, columns=header))
 
 
 def read_checkpoints(folder: Path, root: Path) -> list[TrainedModel]:
@@ -407,7 +406,8 @@ def read_checkpoints(folder: Path, root: Path) -> list[TrainedModel]:
     rows = read_table(folder / CHECKPOINTS, "table of checkpoints", _COLUMNS)
     # Refuse paths that lead out of the workspace
     for line, path in rows["checkpoint"].items():
-        if not path or Path(path).is_absolute() or ".." in Path(path).parts or "\0" in path:
+        leads_out = Path(path).is_absolute() or ".." in Path(path).parts
+        if not path or leads_out or "\0" in path:
             raise errors.UserError(
                 f"table of checkpoints {folder / CHECKPOINTS}, line {line}: '{path[:100]}' is not "
                 "in the workspace"
@@ -427,12 +427,16 @@ class RunOrigin(NamedTuple):
 
 def run_origin(checkpoint: Path) -> RunOrigin | None:
     """Return the recipe and variant of a checkpoint of ``runs/``; None if no recipe's run produced it."""
-    if files.is_file(file := checkpoint / RUN_RECORD):
+    file = checkpoint / RUN_RECORD
+    if files.is_file(file):
         record = files.read_json(file, "run record")
         content = record.get("recipe")
-        if isinstance(content, dict) and isinstance(name := content.get("name"), str):
-            return RunOrigin(
-                names.check_name(name, f"{file}: the recipe's name"), str(record.get("variant", ""))
-            )
-    *_, runs, recipe, _, final = ("", "", "", "", *checkpoint.absolute().parts)
-    return RunOrigin(recipe, "") if (runs, final) == ("runs", "final") else None
+        name = content.get("name") if isinstance(content, dict) else None
+        if isinstance(name, str):
+            recipe = names.check_name(name, f"{file}: the recipe's name")
+            return RunOrigin(recipe, str(record.get("variant", "")))
+    # Without a record, a dense model is recognised by its path: runs/RECIPE/FOLDER/final
+    parts = checkpoint.absolute().parts[-4:]
+    if len(parts) == 4 and parts[0] == "runs" and parts[3] == "final":
+        return RunOrigin(parts[1], "")
+    return None

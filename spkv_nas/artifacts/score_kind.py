@@ -32,38 +32,35 @@ class Scale:
 
     def fraction(self, value: ArrayLike) -> NDArray[np.float64]:
         """Return the position of values on the scale: 0 at ``low``, 1 at ``high``; NaN stays NaN."""
-        low, high, position = (
-            np.arcsinh(numbers / self.even) if self.is_stretched else numbers
-            for numbers in (
-                np.asarray(number, dtype=np.float64) for number in (self.low, self.high, value)
-            )
-        )
-        return np.asarray((position - low) / (high - low))
+        low = self._stretched(self.low)
+        high = self._stretched(self.high)
+        return np.asarray((self._stretched(value) - low) / (high - low))
+
+    def _stretched(self, value: ArrayLike) -> NDArray[np.float64]:
+        """Return values as they are, or if the scale is stretched, their asinh."""
+        numbers = np.asarray(value, dtype=np.float64)
+        return np.asarray(np.arcsinh(numbers / self.even)) if self.is_stretched else numbers
 
     def text(self, value: float) -> str:
         """Format a value for a shaded cell, in three or four characters."""
         number = self.factor * value
-        text = f"{number:.{1 if self.is_stretched and abs(number) < 9.95 else 0}f}".replace(
-            "-", "\N{MINUS SIGN}"
-        )
-        return "0" if float(f"{number:.1f}") == 0 else text
+        if float(f"{number:.1f}") == 0:
+            return "0"
+        decimals = 1 if self.is_stretched and abs(number) < 9.95 else 0
+        return f"{number:.{decimals}f}".replace("-", "\N{MINUS SIGN}")
 
     @property
     def ticks(self) -> tuple[float, ...]:
         """Return the values to mark: 0, and the ends and the positive midpoint if they are far enough from it."""
-        even = self.even
+        middle = self.high / 2
+        if self.is_stretched:
+            middle = self.even * math.sinh(math.asinh(self.high / self.even) / 2)
         zero = float(self.fraction(0.0))
-        middle = (
-            even * math.sinh(math.asinh(self.high / even) / 2)
-            if self.is_stretched
-            else self.high / 2
-        )
-        ends = (
-            value
-            for value in (self.low, middle, self.high)
-            if abs(self.fraction(value) - zero) > _APART
-        )
-        return tuple(sorted((0.0, *ends)))
+        ticks = [0.0]
+        for value in (self.low, middle, self.high):
+            if abs(self.fraction(value) - zero) > _APART:
+                ticks.append(value)
+        return tuple(sorted(ticks))
 
     @property
     def largest(self) -> float:

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spkv_nas.artifacts import gate_config, histogram
+from spkv_nas.artifacts import gate_config, threshold
 from spkv_nas.base.errors import UserError
 
 MODES = ("open", "soft", "sampled", "hard")
@@ -136,7 +136,7 @@ class Gate:
 
 def keeps(logits: Tensor, tau: float) -> Tensor:
     """Return which keys hard gates keep, bool in the shape of ``logits``: ``u >= tau``, and never a logit of -inf."""
-    return logits >= histogram.threshold_logit(tau) if tau > 0.0 else logits > -math.inf
+    return logits >= threshold.threshold_logit(tau) if tau > 0.0 else logits > -math.inf
 
 
 def gate_from_logits(

@@ -18,7 +18,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from spkv_nas.artifacts import grid, head_scores, histogram, selection
+from spkv_nas.artifacts import grid, head_scores, histogram, selection, threshold
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base import errors, statistics, version
 from spkv_nas.base.arrays import Float, Mask
@@ -121,7 +121,7 @@ def provenance(
     covered = coverage(table, layout)
     if not math.isnan(covered):
         origin["coverage"] = round(covered, 4)
-    origin["tau"] = histogram.rounded_tau(table.tau) if table.is_density else None
+    origin["tau"] = threshold.rounded_tau(table.tau) if table.is_density else None
     origin["seed"] = seed
     origin["created_by"] = f"spkv-nas {version.__version__}"
     if table.selection is not None:

@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 
 from spkv_nas.artifacts.head_scores import HeadScores
-from spkv_nas.artifacts.histogram import rounded_tau
 from spkv_nas.artifacts.layout import DEFAULT_WINDOW, Layout
+from spkv_nas.artifacts.threshold import rounded_tau
 from spkv_nas.base.errors import UserError
 from spkv_nas.proposal import coverage
 from spkv_nas.proposal.budget import MATCH_BUDGET, parse_budget

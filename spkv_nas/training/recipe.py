@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from spkv_nas.artifacts.histogram import threshold_logit
+from spkv_nas.artifacts.threshold import threshold_logit
 from spkv_nas.base import errors, files, limits, names, schema
 from spkv_nas.base.device import training_precision
 from spkv_nas.cost.formulas import DEFAULT_OPTIMIZER, OPTIMIZERS, OptimizerName

@@ -12,8 +12,9 @@ import pytest
 
 from spkv_nas import Layout, propose
 from spkv_nas.artifacts.head_scores import HeadScores
-from spkv_nas.artifacts.histogram import LogitHistogram, rounded_tau
+from spkv_nas.artifacts.histogram import LogitHistogram
 from spkv_nas.artifacts.proposal import Proposal, distinct
+from spkv_nas.artifacts.threshold import rounded_tau
 from spkv_nas.base.errors import UserError
 from spkv_nas.proposal.answers import coverage_table, propose_for, random_spread, write_proposal
 from spkv_nas.proposal.budget import parse_budget

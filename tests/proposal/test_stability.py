@@ -18,9 +18,9 @@ from spkv_nas.artifacts.histogram import (
     DocumentCounts,
     LogitHistogram,
     group_documents,
-    threshold_logit,
 )
 from spkv_nas.artifacts.result_tables import PROBE_PAIRS
+from spkv_nas.artifacts.threshold import threshold_logit
 from spkv_nas.base.errors import UserError
 from spkv_nas.cli import main
 from spkv_nas.contrib.compare.stage import agreement, parse_probe, short_labels

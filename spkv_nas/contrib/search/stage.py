@@ -9,7 +9,7 @@ from typing import Any, get_args
 import optuna
 import pandas as pd
 
-from spkv_nas.artifacts import histogram, selection
+from spkv_nas.artifacts import selection, threshold
 from spkv_nas.artifacts.comparison import FULL_ATTENTION
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.result_tables import ALARM, ResultTable, inputs_of
@@ -168,7 +168,7 @@ def _origin(
     evaluator = search.evaluator
     return {
         "probe": space.table.name,
-        "tau": histogram.rounded_tau(space.table.tau),
+        "tau": threshold.rounded_tau(space.table.tau),
         "budget": list(space.budgets),
         "window": space.window,
         **({"sinks": space.sinks} if space.sinks else {}),
