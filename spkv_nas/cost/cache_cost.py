@@ -61,22 +61,16 @@ class CacheCost:
     def total(self, num_global: int, num_heads: int) -> int:
         """Return the bytes of a model with ``num_global`` of ``num_heads`` KV heads global."""
         num_local = num_heads - num_global - len(self.native_heads)
-        native = sum(
-            map(
-                self._head,
-                self.native_heads,
-                self.native_dims or [self.head_dim] * len(self.native_heads),
-            )
-        )
+        native_dims = self.native_dims or [self.head_dim] * len(self.native_heads)
+        native = sum(map(self._head, self.native_heads, native_dims))
         return num_global * self.global_head + num_local * self.local_head + native
 
     def of_heads(self, windows: Iterable[int | None]) -> int:
         """Return the bytes of a model whose KV heads that can be global have these windows; None for global heads."""
-        sizes = (
-            replace(self, window=w).local_head if w is not None else self.global_head
-            for w in windows
-        )
-        return sum(sizes) + self.total(0, len(self.native_heads))
+        total = self.total(0, len(self.native_heads))
+        for window in windows:
+            total += self.global_head if window is None else replace(self, window=window).local_head
+        return total
 
     def layout_bytes(self, layout: Layout, layers: Sequence[int]) -> int:
         """Return the bytes of a layout, of which ``layers`` are those whose heads can be global."""
@@ -91,9 +85,10 @@ class CacheCost:
         """Return the largest number of global heads, at most ``most``, that fits in ``limit`` bytes; 0 if none does."""
         most = num_heads - len(self.native_heads) if most is None else most
         # Try every number, because an engine's memory need not grow with it
-        return next(
-            (number for number in range(most, 0, -1) if self.total(number, num_heads) <= limit), 0
-        )
+        for number in range(most, 0, -1):
+            if self.total(number, num_heads) <= limit:
+                return number
+        return 0
 
     def largest_budget(self, limit: int, num_heads: int, most: int | None = None) -> int:
         """Return ``num_global_within``. Raises ``UserError`` if it is 0."""
@@ -116,10 +111,9 @@ class CacheCost:
 
     def _head(self, reach: int, head_dim: int | None = None) -> int:
         """Return the bytes of one KV head that keeps up to ``reach`` keys, over all sequences."""
-        head_dim = head_dim or self.head_dim
-        return self.batch * int(
-            head_bytes(min(reach, self.context), head_dim, ITEM_BYTES[self.dtype])
-        )
+        keys = min(reach, self.context)
+        num_bytes = head_bytes(keys, head_dim or self.head_dim, ITEM_BYTES[self.dtype])
+        return self.batch * int(num_bytes)
 
 
 def parse_memory(memory: str | float) -> float:
@@ -196,24 +190,28 @@ class EngineCost(CacheCost):
 
     def cache(self, num_heads: int) -> ServedCache:
         """Return the sizes of a model's cache, in which only the numbers of heads matter."""
-        sizes = {
-            name: getattr(self, name)
-            for name in ("head_dim", "dtype", "window", "context", "sinks")
-        }
-        return self.serving.cache((num_heads, 1), **sizes)
+        return self.serving.cache(
+            (num_heads, 1),
+            head_dim=self.head_dim,
+            dtype=self.dtype,
+            window=self.window,
+            context=self.context,
+            sinks=self.sinks,
+        )
 
     def max_heads_same_memory(self, num_global: int, num_heads: int, *, stride: int = 1) -> int:
         """Return the most global heads that take no more memory than ``num_global``, in steps of ``stride`` heads."""
         limit = self.total(num_global, num_heads)
-        larger = range(num_heads, num_global, -stride)
-        return next(
-            (number for number in larger if self.total(number, num_heads) <= limit), num_global
-        )
+        for number in range(num_heads, num_global, -stride):
+            if self.total(number, num_heads) <= limit:
+                return number
+        return num_global
 
 
 def token_bytes(table: head_scores.HeadScores) -> float | None:
     """Return the bytes of one token in one KV head's cache; None if the probe does not record them."""
-    head_dim, dtype = (table.metadata.get(key) for key in ("head_dim", "dtype"))
+    head_dim = table.metadata.get("head_dim")
+    dtype = table.metadata.get("dtype")
     if head_dim is None or dtype not in ITEM_BYTES:
         return None
     return head_bytes(1, int(head_dim), ITEM_BYTES[dtype])
@@ -227,11 +225,9 @@ def cache_share(table: head_scores.HeadScores, density: float, context: int = CO
     """
     cost = _probe_cost(table, context)
     num_local = max(0.0, (1.0 - density) * table.num_heads - len(cost.native_heads))
-    num_bytes = (
-        density * table.num_heads * cost.global_head
-        + num_local * cost.local_head
-        + cost.of_heads(())
-    )
+    global_bytes = density * table.num_heads * cost.global_head
+    native_bytes = cost.of_heads(())
+    num_bytes = global_bytes + num_local * cost.local_head + native_bytes
     return num_bytes / cost.full(table.num_heads)
 
 
@@ -275,8 +271,6 @@ def layout_share(
 
 def full_bytes(table: head_scores.HeadScores, context: int = CONTEXT) -> float | None:
     """Return the bytes of the unchanged model's cache for one sequence of ``context`` tokens; None if unknown."""
-    return (
-        None
-        if token_bytes(table) is None
-        else float(_probe_cost(table, context).full(table.num_heads))
-    )
+    if token_bytes(table) is None:
+        return None
+    return float(_probe_cost(table, context).full(table.num_heads))

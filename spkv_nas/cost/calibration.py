@@ -157,10 +157,9 @@ class Calibration:
     @cached_property
     def grid(self) -> tuple[arrays.Float, arrays.Float, arrays.Float]:
         """Return contexts [C] and numbers of global heads [N], both ascending, and seconds per token [C, N]."""
-        points = pd.DataFrame(self.timings, columns=Timing._fields).groupby(
-            ["context", "num_global"]
-        )
-        grid = points["seconds_per_token"].first().unstack()
+        rows = pd.DataFrame(self.timings, columns=Timing._fields)
+        points = rows.groupby(["context", "num_global"])["seconds_per_token"]
+        grid = points.first().unstack()
         # Check that it is complete
         if grid.isna().any(axis=None) or len(self.timings) != grid.size:
             raise errors.UserError("expected one time for every context and number of global heads")
@@ -178,10 +177,9 @@ class Calibration:
             "num_threads": self.num_threads,
             "environment": dict(self.environment),
         }
+        rows = pd.DataFrame(self.timings, columns=Timing._fields)
         with replace.replacing(folder) as new:
-            tables.write_csv(
-                new / "calibration.csv", pd.DataFrame(self.timings, columns=Timing._fields)
-            )
+            tables.write_csv(new / "calibration.csv", rows)
             write_record(new / "calibration.yaml", {**vars(self.case), **machine})
 
     @classmethod

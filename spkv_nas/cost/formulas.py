@@ -103,19 +103,14 @@ def attention_flops(
     shape: HeadShape, context: int, *, density: float = 1.0, window: int = 0
 ) -> float:
     """Return the forward FLOPs of attention per token, 2 L d_attn keys. Raises ``UserError`` as ``visible_keys``."""
-    return (
-        2
-        * shape.num_layers
-        * shape.attention_width
-        * visible_keys(context, density=density, window=window)
-    )
+    keys = visible_keys(context, density=density, window=window)
+    return 2 * shape.num_layers * shape.attention_width * keys
 
 
 def flops_per_token(shape: Shape, context: int, *, density: float = 1.0, window: int = 0) -> float:
     """Return the forward FLOPs per token: 2 N for the linear layers, plus attention."""
-    return 2 * shape.num_parameters + attention_flops(
-        shape, context, density=density, window=window
-    )
+    attention = attention_flops(shape, context, density=density, window=window)
+    return 2 * shape.num_parameters + attention
 
 
 def training_flops(shape: Shape, num_tokens: float, block_size: int) -> float:
@@ -140,9 +135,8 @@ def kv_cache_bytes(
     shape: Shape, context: int, *, density: float = 1.0, window: int = 0, element_size: int = 2
 ) -> float:
     """Return the bytes of the KV cache of one sequence of ``context`` tokens."""
-    return kv_bytes_per_token(shape, element_size=element_size) * visible_keys(
-        context, density=density, window=window
-    )
+    keys = visible_keys(context, density=density, window=window)
+    return kv_bytes_per_token(shape, element_size=element_size) * keys
 
 
 @dataclass(frozen=True)
@@ -239,20 +233,19 @@ def layout_density(
     grid.check_grid(
         f"layout '{layout.strategy}'", layout.heads_per_layer, "the model", shape.heads_per_layer
     )
-    counts = layout.global_mask.sum(1)
-    candidates = local_layers.candidate_layers(
-        local_layers.config_layers(native_windows or [None] * layout.num_layers)
-    )
-    return int(counts[candidates].sum()) / sum(
-        layout.heads_per_layer[layer] for layer in candidates
-    )
+    layers = local_layers.config_layers(native_windows or [None] * layout.num_layers)
+    candidates = local_layers.candidate_layers(layers)
+    num_global = int(layout.global_mask[candidates].sum())
+    return num_global / sum(layout.heads_per_layer[layer] for layer in candidates)
 
 
 def logit_bytes(vocabulary: int, num_tokens: int, *, item: int, chunk: int | None = None) -> int:
     """Return the peak bytes of a ``chunk_tokens`` of logits, of ``item`` bytes each, their loss and its gradient."""
-    # Log-softmax, which becomes the gradient, and the logits in float32
-    copies = 4 + (4 if item < FLOAT32 else 0)
-    return min(num_tokens, chunk_tokens(vocabulary, chunk)) * vocabulary * (item + copies)
+    # Bytes of the logits, and of their log-softmax, which becomes the gradient; also of the logits in float32
+    num_bytes = item + FLOAT32
+    if item < FLOAT32:
+        num_bytes += FLOAT32
+    return min(num_tokens, chunk_tokens(vocabulary, chunk)) * vocabulary * num_bytes
 
 
 def num_predictor_parameters(size: ModelSize, gates: gate_config.GateConfig) -> int:
@@ -260,9 +253,10 @@ def num_predictor_parameters(size: ModelSize, gates: gate_config.GateConfig) -> 
     channels = size.hidden_size
     heads = size.heads.num_kv_heads
     width = gates.width(size.hidden_size)
-    per_layer = (channels if gates.predictor == "linear" else width) * heads + heads
-    if gates.predictor != "linear":
-        per_layer += channels * width + width
+    if gates.predictor == "linear":
+        per_layer = channels * heads + heads
+    else:
+        per_layer = channels * width + width + width * heads + heads
     if gates.predictor == "bidirectional":
         per_layer += width * gates.kernel_size + width
     return per_layer * num_gated(size, gates)
@@ -279,23 +273,27 @@ def num_adapter_parameters(
     ffn = size.intermediate_size
     q = size.heads.attention_width
     kv = size.heads.kv_width
-    widths = dict.fromkeys(("q_proj", "o_proj"), channels + q) | dict.fromkeys(
-        ("k_proj", "v_proj"), channels + kv
-    )
-    widths |= dict.fromkeys(("gate_proj", "up_proj", "down_proj"), channels + ffn)
-    adapted_layers = (
-        set(widths) if isinstance(targets, str) or not set(targets) <= set(widths) else set(targets)
-    )
+    # Input plus output channels of every linear layer
+    widths = {
+        "q_proj": channels + q,
+        "o_proj": channels + q,
+        "k_proj": channels + kv,
+        "v_proj": channels + kv,
+        "gate_proj": channels + ffn,
+        "up_proj": channels + ffn,
+        "down_proj": channels + ffn,
+    }
+    adapted_layers = set(widths)
+    if not isinstance(targets, str) and set(targets) <= set(widths):
+        adapted_layers = set(targets)
     return rank * size.num_decoder_layers * sum(widths[name] for name in adapted_layers)
 
 
 def num_gated(size: ModelSize, gates: gate_config.GateConfig) -> int:
     """Return the number of layers that have a predictor."""
-    return (
-        size.num_full
-        if gates.heads is None
-        else sum(gate_config.GATED in row for row in gates.heads)
-    )
+    if gates.heads is None:
+        return size.num_full
+    return sum(gate_config.GATED in row for row in gates.heads)
 
 
 @dataclass(frozen=True)
@@ -313,21 +311,15 @@ class PassMemory:
 
     def forward(self, num_tokens: int) -> int:
         """Return the bytes of a pass without gradients, up to the last hidden states."""
-        size = self.size
         q, kv, _ = self._attention
-        return (
-            num_tokens
-            * self.item
-            * (4 * size.hidden_size + max(3 * size.intermediate_size, 4 * (q + kv)))
-        )
+        largest = max(3 * self.size.intermediate_size, 4 * (q + kv))
+        return num_tokens * self.item * (4 * self.size.hidden_size + largest)
 
     def scored(self, num_tokens: int) -> int:
         """Return the bytes of a pass without gradients and of the NLL of its tokens."""
         hidden = 2 * num_tokens * self.item * self.size.hidden_size
-        return max(
-            self.forward(num_tokens),
-            hidden + logit_bytes(self.size.vocabulary, num_tokens, item=self.item),
-        )
+        logits = logit_bytes(self.size.vocabulary, num_tokens, item=self.item)
+        return max(self.forward(num_tokens), hidden + logits)
 
     def shared(self, num_tokens: int, share: float = 1.0) -> int:
         """Return the bytes of scored passes that start from hidden states cached for a ``share`` of the layers."""
@@ -348,8 +340,10 @@ class PassMemory:
         """
         kept = self.kept(num_tokens, learns=learns, recomputes=recomputes)
         logits = logit_bytes(self.size.vocabulary, num_tokens, item=self.item, chunk=self.chunk)
-        if taught:  # also the teacher's logits, its log-softmax and probabilities
-            kept, logits = kept + num_tokens * self.item * self.size.hidden_size, 5 * logits // 2
+        if taught:
+            # Also the teacher's hidden states, and its logits, their log-softmax and probabilities
+            kept += num_tokens * self.item * self.size.hidden_size
+            logits = 5 * logits // 2
         if not recomputes:
             return kept + max(self._backward(num_tokens), logits)
         # Recomputed after the logits are freed
@@ -361,23 +355,22 @@ class PassMemory:
     ) -> int:
         """Return the bytes that a forward pass keeps for the backward pass, without logits."""
         size = self.size
-        layers = self.size.num_decoder_layers
         layer = num_tokens * self._layer(learns)
         gate = num_tokens * self._predictor
-        gated = 0 if self.gates is None else num_gated(size, self.gates)
-        kept = (
-            self._hidden(num_tokens) + layer + gate if recomputes else layers * layer + gated * gate
-        )
-        return kept + 2 * num_tokens * FLOAT32 * size.hidden_size  # input of the last norm
+        last_norm = 2 * num_tokens * FLOAT32 * size.hidden_size
+        if recomputes:
+            return self._hidden(num_tokens) + layer + gate + last_norm
+        gates = 0 if self.gates is None else num_gated(size, self.gates) * gate
+        return size.num_decoder_layers * layer + gates + last_norm
 
     def going(
         self, num_tokens: int, *, learns: Learns = Learns.GATES, recomputes: bool = False
     ) -> int:
         """Return the bytes of ``kept`` that are freed when the backward pass reaches the first layer."""
         layers = self.size.num_decoder_layers
-        layer_bytes = (
-            self._hidden(num_tokens) // layers if recomputes else num_tokens * self._layer(learns)
-        )
+        layer_bytes = num_tokens * self._layer(learns)
+        if recomputes:
+            layer_bytes = self._hidden(num_tokens) // layers
         return (layers - 1) * layer_bytes
 
     @property
@@ -389,30 +382,38 @@ class PassMemory:
 
     @property
     def _predictor(self) -> int:
+        """Return the bytes per token that a predictor keeps."""
+        if self.gates is None:
+            return 0
         channels = self.size.hidden_size
-        return 0 if self.gates is None else FLOAT32 * (channels + 2 * self.gates.width(channels))
+        return FLOAT32 * (channels + 2 * self.gates.width(channels))
 
     def _layer(self, learns: Learns) -> int:
+        """Return the bytes per token that a layer keeps, without its predictor."""
         channels = self.size.hidden_size
         ffn = self.size.intermediate_size
         q, kv, attention_item = self._attention
-        activations = self.item * (3 * ffn + q * (self.attentions - 1)) + attention_item * 2 * (
-            q + kv
-        )
-        if learns is not Learns.GATES:
-            activations += self.item * ((2 if self.item == FLOAT32 else 5) * channels + ffn + q)
-        return activations + FLOAT32 * (4 if learns is Learns.ALL else 2) * channels
+        norms = FLOAT32 * (4 if learns is Learns.ALL else 2) * channels
+        mixed = q * (self.attentions - 1)
+        kept = norms + self.item * (3 * ffn + mixed) + attention_item * 2 * (q + kv)
+        if learns is Learns.GATES:
+            return kept
+        # Inputs of linear layers, which are cast in bfloat16
+        inputs = (2 if self.item == FLOAT32 else 5) * channels + ffn + q
+        return kept + self.item * inputs
 
     def _backward(self, num_tokens: int, *, frees: bool = False) -> int:
         """Return the bytes of one layer's backward pass; ``frees``: most of what is held is freed meanwhile."""
-        q, kv, item = self._attention
+        q, kv, attention_item = self._attention
         ffn = self.size.intermediate_size
-        activations = (
-            FLOAT32 * 2 * ffn if frees else max(self.item * 4 * ffn, item * (8 * q + 4 * kv))
-        )
-        return num_tokens * (self.item * 2 * self.size.hidden_size + activations)
+        hidden = self.item * 2 * self.size.hidden_size
+        if frees:
+            return num_tokens * (hidden + FLOAT32 * 2 * ffn)
+        largest = max(self.item * 4 * ffn, attention_item * (8 * q + 4 * kv))
+        return num_tokens * (hidden + largest)
 
     def _hidden(self, num_tokens: int) -> int:
+        """Return the bytes of the hidden states between all layers."""
         item = FLOAT32 if self.autocast else self.item
         return num_tokens * item * self.size.hidden_size * self.size.num_decoder_layers
 

@@ -100,19 +100,15 @@ class Level:
         The number of steps follows the batch and block sizes that are given, to keep the level's number of tokens.
         """
         # Derive the default batch size from the block size
-        sections = (settings.get(key) for key in ("data", "dense", "branch"))
-        data, dense, branch = (
-            dict(section) if isinstance(section, Mapping) else {} for section in sections
-        )
+        data = _section(settings, "data")
+        dense = _section(settings, "dense")
+        branch = _section(settings, "branch")
         block_size = _size(data.get("block_size")) or self.block_size
         batch_size = max(1, round(self.batch_tokens / block_size))
 
         def steps(phase: Mapping[str, Any], tpp: int) -> int:
-            return (
-                tpp
-                * self.shape.num_parameters
-                // ((_size(phase.get("batch_size")) or batch_size) * block_size)
-            )
+            step_tokens = (_size(phase.get("batch_size")) or batch_size) * block_size
+            return tpp * self.shape.num_parameters // step_tokens
 
         peak = {"batch_size": batch_size, "learning_rate": self.learning_rate}
         # Fill in missing keys, section by section
@@ -145,32 +141,41 @@ def ladder() -> dict[str, Level]:
     """Return the presets ``level-0`` .. ``level-10``, ``level-13``, ``llama-3-8b``, and ``micro-0`` .. ``micro-4``."""
     with assets.PAPER_TABLE.open(newline="") as file:
         rows = list(csv.DictReader(file))
-    whole = ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "batch_tokens")
     paper = [
         Level(
             name=row["name"],
+            hidden_size=int(row["hidden_size"]),
             intermediate_size=ffn_width(int(row["hidden_size"])),
+            num_layers=int(row["num_layers"]),
+            num_heads=int(row["num_heads"]),
+            num_kv_heads=int(row["num_kv_heads"]),
             block_size=PAPER_BLOCK_SIZE,
+            batch_tokens=int(row["batch_tokens"]),
             learning_rate=float(row["learning_rate"]),
-            **{key: int(row[key]) for key in whole},
         )
         for row in rows
     ]
     micro = [
         Level(
-            f"micro-{number}",
-            width,
-            ffn_width(width, 64),
-            layers,
-            heads,
-            kv_heads,
-            MICRO_BLOCK_SIZE,
-            tokens,
-            rate,
+            name=f"micro-{number}",
+            hidden_size=width,
+            intermediate_size=ffn_width(width, 64),
+            num_layers=layers,
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            block_size=MICRO_BLOCK_SIZE,
+            batch_tokens=tokens,
+            learning_rate=rate,
         )
         for number, (width, layers, heads, kv_heads, tokens, rate) in enumerate(_MICRO)
     ]
     return {level.name: level for level in [*paper, *micro]}
+
+
+def _section(settings: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return a copy of a section of a recipe; empty if it is missing or not a mapping."""
+    section = settings.get(name)
+    return dict(section) if isinstance(section, Mapping) else {}
 
 
 def find_level(name: str) -> Level:

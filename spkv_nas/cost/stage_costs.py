@@ -30,7 +30,8 @@ class Hardware(NamedTuple):
     memory: float
 
 
-HARDWARE = {  # NVIDIA's sheets of SXM modules; Hopper's peak is half of the 1,979 TFLOP/s "with sparsity"
+# NVIDIA's sheets of SXM modules; Hopper's peak is half of the 1,979 TFLOP/s "with sparsity"
+HARDWARE = {
     "h200": Hardware("H200", 4.8e12, 989e12, 141e9),
     "h100": Hardware("H100", 3.35e12, 989e12, 80e9),
     "a100": Hardware("A100 80GB", 2.039e12, 312e12, 80e9),
@@ -149,20 +150,24 @@ class Stages:
         learning = (FLOAT32 + MOMENTS) * self.num_predictor_parameters if of_keys else 0
         weights = self._weights(gated=of_keys)
         gates = self.gates if of_keys else None
-        site: Any = {"on_cpu": self.site.is_cpu, "chunk": self.site.chunk}
-        passes = PassMemory(self.size, self.item, gates, attentions=mixes or 1, **site)
+        passes = PassMemory(
+            size=self.size,
+            item=self.item,
+            gates=gates,
+            attentions=mixes or 1,
+            on_cpu=self.site.is_cpu,
+            chunk=self.site.chunk,
+        )
         step_blocks = max(1, step_tokens // self.block_size)
         room = formulas.FROZEN_ROOM * (self.site.memory - weights)
         blocks, recomputes = formulas.fitting_pass(passes, self.block_size, step_blocks, room)
-        memory = Bytes(
-            weights, learning, passes.learning(blocks * self.block_size, recomputes=recomputes)
-        )
+        passing = passes.learning(blocks * self.block_size, recomputes=recomputes)
+        memory = Bytes(weights, learning, passing)
+        # FLOPs; mixtures also take a pass of the unchanged model, whose predictions they preserve
         tokens = steps * step_blocks * self.block_size
-        # A pass of the unchanged model, whose predictions are preserved
         reference = 0.0 if of_keys else self._forward_flops(scored=True, gated=False)
-        flops = tokens * (
-            reference + self._learning_flops(Learns.GATES, gated=of_keys, recomputes=recomputes)
-        )
+        learned = self._learning_flops(Learns.GATES, gated=of_keys, recomputes=recomputes)
+        flops = tokens * (reference + learned)
         return self._work(name, memory, tokens, flops, batching=self._batching(blocks, recomputes))
 
     def measure(
@@ -184,13 +189,10 @@ class Stages:
         bytes_of = partial(passes.shared, share=shares) if scored else passes.forward
         weights = self._weights(gated=gated)
         room = ROOM * self.site.memory - weights
-        blocks = max(
-            1,
-            formulas.largest_fit(
-                self.batch_size, room, lambda number: bytes_of(number * self.block_size)
-            ),
+        fitting = formulas.largest_fit(
+            self.batch_size, room, lambda number: bytes_of(number * self.block_size)
         )
-        blocks = min(blocks, max(1, tokens // self.block_size))
+        blocks = min(max(1, fitting), max(1, tokens // self.block_size))
         num_tokens = round(tokens * times)
         return self._work(
             name,
@@ -208,10 +210,10 @@ class Stages:
         recomputes = training.recomputes
         adapters = training.adapters
         teacher = self._forward_flops(scored=True, gated=False) if training.distills else 0.0
-        flops = tokens * (
-            teacher
-            + self._learning_flops(learns, gated=gated, recomputes=recomputes, adapters=adapters)
+        learned = self._learning_flops(
+            learns, gated=gated, recomputes=recomputes, adapters=adapters
         )
+        flops = tokens * (teacher + learned)
         devices = self.site.devices
         micro = self._micro(training)
         memory = self.training_bytes(training, devices, micro, gated=gated)
@@ -220,10 +222,8 @@ class Stages:
 
     def generate(self, name: str, context: int, *, density: float, window: int) -> StageCost:
         """Return the cost of one decoded token after a prompt of ``context`` tokens that is processed in one pass."""
-        shape = self.size.shape
-        item = self.item
         cache = formulas.kv_cache_bytes(
-            shape, context, density=density, window=window, element_size=item
+            self.size.shape, context, density=density, window=window, element_size=self.item
         )
         weights = self._weights(gated=False)
         passing = PassMemory(self.size, self.item).forward(context)
@@ -233,13 +233,9 @@ class Stages:
         read = self.item * self.size.num_multiplied + cache
         bandwidth = self.site.bandwidth
         seconds = None if bandwidth is None else read / bandwidth
-        remedy = (
-            ""
-            if work.fits
-            else "a shorter --context"
-            if weights < ROOM * self.site.memory
-            else _FIXED
-        )
+        remedy = ""
+        if not work.fits:
+            remedy = "a shorter --context" if weights < ROOM * self.site.memory else _FIXED
         return replace(work, seconds=seconds, remedy=remedy)
 
     def _work(
@@ -289,17 +285,17 @@ class Stages:
         self, training: Training, devices: int, blocks: int, *, gated: bool
     ) -> Bytes:
         """Return the memory on one of ``devices`` with micro-batches of ``blocks``."""
-        learns = training.learns
-        recomputes = training.recomputes
-        # Count trained parameters
-        is_sharded = training.sharded and devices > 1
         size = self.size
-        site = {"on_cpu": self.site.is_cpu, "chunk": self.site.chunk}
-        passes = training.passes(size, self.gates if gated else None, **site)
-        predictors = self.num_predictor_parameters if gated else 0
-        learning = (
-            predictors + training.adapters + (size.num_parameters if learns is Learns.ALL else 0)
+        learns = training.learns
+        learns_all = learns is Learns.ALL
+        recomputes = training.recomputes
+        is_sharded = training.sharded and devices > 1
+        passes = training.passes(
+            size, self.gates if gated else None, on_cpu=self.site.is_cpu, chunk=self.site.chunk
         )
+        # Count trained parameters
+        added = training.adapters + (self.num_predictor_parameters if gated else 0)
+        num_learning = added + (size.num_parameters if learns_all else 0)
         # Activations, weights, gradients and moments
         tokens = blocks * self.block_size
         passing = passes.learning(
@@ -307,65 +303,70 @@ class Stages:
         )
         layer = size.without_embeddings / size.num_decoder_layers
         outside = size.num_parameters - size.without_embeddings
-        weights = training.weight_item * size.num_parameters + FLOAT32 * (
-            predictors + training.adapters
-        )
+        weights = training.weight_item * size.num_parameters + FLOAT32 * added
         # The teacher is a copy; frozen weights are their own teacher
-        if training.distills and learns is Learns.ALL:
-            weights += (
-                passes.item * size.without_embeddings
-                + (passes.item if is_sharded else FLOAT32) * outside
-            )
-        gradients = FLOAT32 * learning
-        moments = training.moment_bytes * learning
-        # FSDP2: a shard of everything
+        if training.distills and learns_all:
+            outside_item = passes.item if is_sharded else FLOAT32
+            weights += passes.item * size.without_embeddings + outside_item * outside
+        gradients = FLOAT32 * num_learning
+        moments = training.moment_bytes * num_learning
+        # FSDP2: a shard of everything, plus gathered layers and one layer's gradient
         if is_sharded:
-            # Gathered layers and one layer's gradient
             gathered = passes.item * (outside + _GATHERED * layer) + FLOAT32 * layer
             share = 0.0 if training.offloads else 1.0 / devices
             return Bytes(weights * share, (gradients + moments) * share + gathered, passing)
-        # DDP or one device: everything, plus copies of weights for autocast
-        copies = 0.0
-        if passes.autocast:  # bfloat16 copies; those of frozen weights only while needed
-            is_temporary = recomputes and learns is not Learns.ALL
-            copies = passes.item * (outside + layer if is_temporary else size.num_parameters)
+        # DDP or one device: everything
         if devices > 1:
             gradients *= 2  # DDP's communication buckets
         elif training.batch_size <= blocks:
             # Gradients of layers appear while activations are freed
-            layer_gradients = FLOAT32 * (learning - (outside if learns is Learns.ALL else 0))
-            gradients -= min(
-                layer_gradients, passes.going(tokens, learns=learns, recomputes=recomputes)
-            )
+            layer_gradients = FLOAT32 * (num_learning - (outside if learns_all else 0))
+            freed = passes.going(tokens, learns=learns, recomputes=recomputes)
+            gradients -= min(layer_gradients, freed)
+        copies = self._autocast_bytes(training, passes)
         return Bytes(weights, gradients + moments + copies, passing)
 
+    def _autocast_bytes(self, training: Training, passes: PassMemory) -> float:
+        """Return the bytes of bfloat16 copies of weights; those of frozen weights are kept only while needed."""
+        if not passes.autocast:
+            return 0.0
+        size = self.size
+        if training.learns is Learns.ALL or not training.recomputes:
+            return passes.item * size.num_parameters
+        layer = size.without_embeddings / size.num_decoder_layers
+        return passes.item * (size.num_parameters - size.without_embeddings + layer)
+
     def _micro(self, training: Training) -> int:
+        """Return the blocks of a pass on one device."""
         blocks_per_device = max(1, training.batch_size // self.site.devices)
         return min(blocks_per_device, training.micro_batch_size or blocks_per_device)
 
     def _weights(self, *, gated: bool) -> int:
-        return self.item * self.size.num_parameters + (
-            FLOAT32 * self.num_predictor_parameters if gated else 0
-        )
+        """Return the bytes of the weights, and of predictors."""
+        predictors = FLOAT32 * self.num_predictor_parameters if gated else 0
+        return self.item * self.size.num_parameters + predictors
 
     def _forward_flops(self, *, scored: bool, gated: bool) -> float:
+        """Return the FLOPs per token of a forward pass, with logits if ``scored`` and predictors if ``gated``."""
         size = self.size
         density = size.full_attention_share
         window = size.sliding_window
         body = formulas.flops_per_token(size.shape, self.block_size, density=density, window=window)
         logits = 2.0 * size.vocabulary * size.hidden_size if scored else 0.0
-        return body + logits + (2.0 * self.num_predictor_parameters if gated else 0.0)
+        predictors = 2.0 * self.num_predictor_parameters if gated else 0.0
+        return body + logits + predictors
 
     def _learning_flops(
         self, learns: Learns, *, gated: bool, recomputes: bool, adapters: int = 0
     ) -> float:
+        """Return the FLOPs per token of a forward and a backward pass."""
         forward = self._forward_flops(scored=True, gated=False)
-        added = 2.0 * (adapters + (self.num_predictor_parameters if gated else 0))
-        return (
-            (3 if learns is Learns.ALL else 2) * forward
-            + 3 * added
-            + (forward + added if recomputes else 0.0)
-        )
+        num_added = adapters + (self.num_predictor_parameters if gated else 0)
+        added = 2.0 * num_added
+        repeated = forward + added if recomputes else 0.0
+        return (3 if learns is Learns.ALL else 2) * forward + 3 * added + repeated
 
     def _batching(self, blocks: int, recomputes: bool = False) -> str:
-        return f"{blocks} x {self.block_size:,} tokens per pass{', activation checkpointing' if recomputes else ''}"
+        """Return the size of a pass in words."""
+        words = f"{blocks} x {self.block_size:,} tokens per pass"
+        return f"{words}, activation checkpointing" if recomputes else words

@@ -7,7 +7,6 @@ interleave the numbers of global heads; the result is the median after a warm-up
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 from spkv_kernels import PagedKVCache, decode_attention
@@ -53,20 +52,26 @@ def _time_decoding(case: LayerCase, context: int) -> list[Timing]:
     """Time decoding for every number of global heads; the first timed step attends to ``context`` tokens."""
     # Draw random q [B, Hq, T, D] and k, v [B, Hkv, T, D]
     generator = torch.Generator(case.device).manual_seed(0)
-    drawn = partial(torch.randn, generator=generator, device=case.device)
-    q, k, v = (
-        drawn(case.batch, heads, context, case.head_dim).to(getattr(torch, case.dtype))
-        for heads in (case.num_heads, case.num_kv_heads, case.num_kv_heads)
-    )
+
+    def drawn(num_heads: int) -> Tensor:
+        shape = (case.batch, num_heads, context, case.head_dim)
+        tensor = torch.randn(shape, generator=generator, device=case.device)
+        return tensor.to(getattr(torch, case.dtype))
+
+    q = drawn(case.num_heads)
+    k = drawn(case.num_kv_heads)
+    v = drawn(case.num_kv_heads)
     # Time a step, and round to the six digits that the file stores
     layers = _num_layers(case, context)
     candidates = {
-        g: _decode_step(case, g, layers, q[:, :, -1].contiguous(), k, v) for g in case.global_counts
+        num_global: _decode_step(case, num_global, layers, q[:, :, -1].contiguous(), k, v)
+        for num_global in case.global_counts
     }
     seconds = interleaved(candidates, DECODE_ROUNDS, case.device)
+    num_tokens = layers * case.batch
     return [
-        Timing(context, g, float(f"{value / (layers * case.batch):.6g}"))
-        for g, value in seconds.items()
+        Timing(context, num_global, float(f"{step_seconds / num_tokens:.6g}"))
+        for num_global, step_seconds in seconds.items()
     ]
 
 
@@ -79,7 +84,8 @@ def _decode_step(
     number T.
     """
     # Fill the caches
-    keep = (torch.arange(case.num_kv_heads, device=k.device) < num_global).expand(case.batch, -1)
+    is_global = torch.arange(case.num_kv_heads, device=k.device) < num_global
+    keep = is_global.expand(case.batch, -1)
     filled = max(0, k.shape[2] - 2)
     caches = []
     for _ in range(layers):
@@ -92,9 +98,8 @@ def _decode_step(
             device=k.device,
         )
         if filled:
-            cache.prefill(
-                k[:, :, :filled], v[:, :, :filled], keep[:, :, None].expand(-1, -1, filled)
-            )
+            keep_all = keep[:, :, None].expand(-1, -1, filled)
+            cache.prefill(k[:, :, :filled], v[:, :, :filled], keep_all)
         cache.reserve(DECODE_ROUNDS + 1)  # otherwise the pool would grow during the measurement
         caches.append(cache)
     # Time one token per cache
@@ -112,11 +117,10 @@ def _decode_step(
 def _num_layers(case: LayerCase, context: int) -> int:
     """Return the number of caches per step: up to eight, within ``_CACHE_BYTES`` over all numbers of global heads."""
     item = getattr(torch, case.dtype).itemsize
+    num_heads = case.num_kv_heads
     keys = sum(
-        case.num_kv_heads * visible_keys(context, density=g / case.num_kv_heads, window=case.window)
-        for g in case.global_counts
+        num_heads * visible_keys(context, density=num_global / num_heads, window=case.window)
+        for num_global in case.global_counts
     )
-    return max(
-        1,
-        min(_MAX_LAYERS, int(_CACHE_BYTES // (case.batch * head_bytes(keys, case.head_dim, item)))),
-    )
+    layer_bytes = case.batch * head_bytes(keys, case.head_dim, item)
+    return max(1, min(_MAX_LAYERS, int(_CACHE_BYTES // layer_bytes)))
