@@ -107,26 +107,37 @@ def make_optimizer(
     """
     # Matrices and vectors of the model, then those of predictors, which have a rate and a decay of their own
     predictors = gates.predictor_parameters(model)
-    groups: list[dict[str, Any]] = []
-    for is_predictor, multiplier, decay in (
-        (False, 1.0, args.weight_decay),
-        (True, options.learning_rate_multiplier, options.weight_decay),
-    ):
-        part = [
-            p for p in model.parameters() if p.requires_grad and (p in predictors) is is_predictor
-        ]
-        common = {"lr": args.learning_rate * multiplier}
-        groups.append({**common, "params": [p for p in part if p.ndim >= 2], "weight_decay": decay})
-        groups.append({**common, "params": [p for p in part if p.ndim < 2], "weight_decay": 0.0})
+    of_model: list[torch.nn.Parameter] = []
+    of_predictors: list[torch.nn.Parameter] = []
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            part = of_predictors if parameter in predictors else of_model
+            part.append(parameter)
+    multiplier = options.learning_rate_multiplier
+    groups = [
+        *_groups(of_model, args.learning_rate, args.weight_decay),
+        *_groups(of_predictors, args.learning_rate * multiplier, options.weight_decay),
+    ]
     # Create the optimizer as transformers does
     try:
         kind, keywords = Trainer.get_optimizer_cls_and_kwargs(args)
-        optimizer: torch.optim.Optimizer = kind(
-            [group for group in groups if group["params"]], **keywords
-        )
+        optimizer: torch.optim.Optimizer = kind(groups, **keywords)
     except (ImportError, RuntimeError, ValueError) as error:
         name = getattr(args.optim, "value", args.optim)
         raise UserError(
             f"optimizer: {name} does not work on {args.device.type}: {first_line(error)}"
         ) from error
     return optimizer
+
+
+def _groups(
+    parameters: list[torch.nn.Parameter], learning_rate: float, weight_decay: float
+) -> list[dict[str, Any]]:
+    """Return the optimizer's groups of parameters: matrices, and vectors, which are not decayed; without empty ones."""
+    matrices = [parameter for parameter in parameters if parameter.ndim >= 2]
+    vectors = [parameter for parameter in parameters if parameter.ndim < 2]
+    groups = [
+        {"lr": learning_rate, "params": matrices, "weight_decay": weight_decay},
+        {"lr": learning_rate, "params": vectors, "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]

@@ -26,6 +26,8 @@ from spkv_nas.training.dense import new_model
 from spkv_nas.training.recipe import LoraConfig, Recipe
 from spkv_nas.training.variants import Kind, Variant
 
+_SINK_TOKENS = 8192  # training tokens to measure initial sinks on
+
 
 @dataclass(frozen=True)
 class BranchSetup:
@@ -55,9 +57,8 @@ def branch_recipe(recipe: Recipe, variant: Variant) -> Recipe:
     warmup_steps = recipe.dense.warmup_steps
     extend = branch.extend
     if extend is not None:
-        extend = extend.model_copy(
-            update={"at": (before + extend.first_step(branch.steps)) / steps}
-        )
+        at = (before + extend.first_step(branch.steps)) / steps
+        extend = extend.model_copy(update={"at": at})
     changes = {
         "steps": steps,
         "warmup_steps": warmup_steps,
@@ -85,16 +86,19 @@ def set_up(
     gates = recipe.gates
     # Load the model, and schedule its training
     model = start_model(recipe, dense, variant)
-    if phase.extend is not None:  # check that the model supports it
-        callbacks.extended_config(
-            model.config, phase.extend.block_size, phase.extend.rope.parameters
-        )
+    if phase.extend is not None:
+        # Check that the model supports longer blocks
+        rope = phase.extend.rope.parameters
+        callbacks.extended_config(model.config, phase.extend.block_size, rope)
     # Moments of the dense run suit neither adapters, which leave its weights frozen, nor new weights
     state = Path(dense) / run_files.OPTIMIZER_STATE
     continues = recipe.lora is None and not _is_from_scratch(recipe, variant) and state.is_file()
-    decay_steps = min(phase.decay_steps, phase.steps - phase.warmup_steps)
-    steps = phase.steps, phase.warmup_steps, decay_steps
-    schedule = branch_config.LearningRateSchedule(*steps, phase.final_learning_rate)
+    schedule = branch_config.LearningRateSchedule(
+        phase.steps,
+        phase.warmup_steps,
+        min(phase.decay_steps, phase.steps - phase.warmup_steps),
+        phase.final_learning_rate,
+    )
     setup = BranchSetup(model, schedule, optimizer_state=state if continues else None)
     # Apply the variant, with the dense model as its teacher if the recipe distills
     apply_variant(model, recipe, variant, seed, sink_logits)
@@ -107,9 +111,8 @@ def set_up(
         return setup
     # Schedule the change from soft to hard gates; hard gates of a frozen model would leave nothing to train
     soft = 1.0 if _is_frozen(recipe, variant) else gates.soft_fraction
-    return replace(
-        setup, gates=branch_config.GateSchedule(phase.steps, soft, gates.anneal_steps, gates.mode)
-    )
+    phases = branch_config.GateSchedule(phase.steps, soft, gates.anneal_steps, gates.mode)
+    return replace(setup, gates=phases)
 
 
 def apply_variant(
@@ -161,11 +164,9 @@ def frozen_dtype(dense: Path | str, *, bfloat16: bool) -> torch.dtype:
     That is bfloat16 if they are stored in it and ``bfloat16`` says that the run computes in it, otherwise float32.
     Trained weights are always float32.
     """
-    return (
-        torch.bfloat16
-        if bfloat16 and checkpoint.saved_dtype(dense) == torch.bfloat16
-        else torch.float32
-    )
+    if bfloat16 and checkpoint.saved_dtype(dense) == torch.bfloat16:
+        return torch.bfloat16
+    return torch.float32
 
 
 def distillation(
@@ -210,6 +211,7 @@ def _is_from_scratch(recipe: Recipe, variant: Variant) -> bool:
 
 
 def _copy_predictors(source: str, model: PreTrainedModel) -> None:
+    """Copy the predictors of the checkpoint ``source``. Raises ``UserError``: they do not fit the model."""
     reference, _ = checkpoint.load(source, dtype=torch.float32)
     trained = predictors(reference)
     try:
@@ -219,9 +221,6 @@ def _copy_predictors(source: str, model: PreTrainedModel) -> None:
         raise UserError(
             f"the predictors of gates.start_from ({source}) do not fit this model: {error}"
         ) from error
-
-
-_SINK_TOKENS = 8192  # training tokens to measure initial sinks on
 
 
 @torch.inference_mode()

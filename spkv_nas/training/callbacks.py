@@ -25,6 +25,10 @@ from spkv_nas.base.errors import UserError, first_line
 from spkv_nas.model import density_tracker, distillation, gates, modes
 from spkv_nas.training.branch_config import ExtendConfig, GateSchedule, GatesConfig
 
+_GLOBAL = "full_attention"  # layer kind whose RoPE changes if each kind has its own
+# Settings that stay when the type of RoPE changes
+_OF_ALL_TYPES = ("rope_theta", "partial_rotary_factor")
+
 
 class InterruptCallback(TrainerCallback):
     """Callback that saves a checkpoint and stops training after the step in which any rank received a signal."""
@@ -41,7 +45,8 @@ class InterruptCallback(TrainerCallback):
         ended = np.array([self._pending.number is not None], np.int64)
         self.ended = bool(distributed.sum_over_processes(ended)[0])
         if self.ended:
-            control.should_save = control.should_training_stop = True
+            control.should_save = True
+            control.should_training_stop = True
 
 
 class LogCallback(TrainerCallback, ExportableState):
@@ -64,9 +69,8 @@ class LogCallback(TrainerCallback, ExportableState):
         self._saved["total"] = float(distributed.sum_over_processes(total)) / number
         self._saved["since"] = int(self._trainer._globalstep_last_logged)
         if self._distillation is not None:
-            self._saved["sums"] = (
-                distributed.sum_over_processes(self._distillation.sums) / number
-            ).tolist()
+            sums = distributed.sum_over_processes(self._distillation.sums)
+            self._saved["sums"] = (sums / number).tolist()
 
     def state(self) -> dict[str, Any]:
         """Return the state to save in a checkpoint."""
@@ -105,11 +109,10 @@ class GatePhaseCallback(TrainerCallback, ExportableState):
         self._tracker: density_tracker.DensityTracker | None = None
         # Those of the tracker in the last measured step, on the device
         self._counts: torch.Tensor | None = None
-        self._controller = (
-            None
-            if options.target_density is None
-            else density_tracker.Price(options.target_density)
-        )
+        # Adjusts the price; None without a target density
+        self._controller: density_tracker.Price | None = None
+        if options.target_density is not None:
+            self._controller = density_tracker.Price(options.target_density)
         self._benefits: density_tracker.KeyBenefitEstimator | None = None
 
     @property
@@ -127,10 +130,8 @@ class GatePhaseCallback(TrainerCallback, ExportableState):
 
     def state(self) -> dict[str, Any]:
         """Return the state to save in a checkpoint."""
-        return {
-            "args": {},
-            "attributes": {"price": None if self._controller is None else self._controller.state()},
-        }
+        price = None if self._controller is None else self._controller.state()
+        return {"args": {}, "attributes": {"price": price}}
 
     def frozen(self, step: int) -> bool:
         """Return True if predictors are frozen in training step ``step``."""
@@ -145,11 +146,8 @@ class GatePhaseCallback(TrainerCallback, ExportableState):
         if args.process_index:
             torch.manual_seed(args.seed + args.process_index)
         saved = state.stateful_callbacks.get(type(self).__name__)
-        if (
-            saved
-            and self._controller is not None
-            and (saved_price := saved["attributes"].get("price"))
-        ):
+        saved_price = saved["attributes"].get("price") if saved else None
+        if saved_price and self._controller is not None:
             self._controller.restore(saved_price)
 
     def on_step_begin(
@@ -162,9 +160,8 @@ class GatePhaseCallback(TrainerCallback, ExportableState):
         modes.set_gate_mode(
             kwargs["model"], phase.mode, options.tau, anneal=phase.anneal, p_min=options.p_min
         )
-        modes.set_price(
-            kwargs["model"], 0.0 if phase.frozen else self.price / args.gradient_accumulation_steps
-        )
+        price = 0.0 if phase.frozen else self.price / args.gradient_accumulation_steps
+        modes.set_price(kwargs["model"], price)
         adjusts_price = self._controller is not None and not phase.frozen
         if adjusts_price or (state.global_step + 1) % args.logging_steps == 0:
             self._tracker.start()
@@ -182,18 +179,16 @@ class GatePhaseCallback(TrainerCallback, ExportableState):
             self._counts = counts
         # Set the first price from the benefits of keys, averaged over ranks
         if self._benefits is not None and self._controller is not None:
-            self._controller.begin(
-                distributed.sum_over_processes(self._benefits.stop()) / distributed.num_processes()
-            )
+            benefits = distributed.sum_over_processes(self._benefits.stop())
+            self._controller.begin(benefits / distributed.num_processes())
             self._benefits = None
         # Leave frozen predictors out of the update, else adjust the price
         if self.frozen(state.global_step):
             for parameter in gates.predictor_parameters(kwargs["model"]):
                 parameter.grad = None
         elif self._controller is not None and counts is not None:
-            self._controller.move(
-                density_tracker.mean_density(counts), kwargs["optimizer"].param_groups[0]["lr"]
-            )
+            learning_rate = kwargs["optimizer"].param_groups[0]["lr"]
+            self._controller.move(density_tracker.mean_density(counts), learning_rate)
 
 
 class ExtensionCallback(TrainerCallback):
@@ -241,29 +236,36 @@ class TokenProgressCallback(TrainerCallback):
         self.bar: progress.Bar = progress.no_progress
         self._note = ""
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, _args: object, state: TrainerState, _control: object, **_: object
+    ) -> None:
         """Show the first step."""
         self.bar(state.global_step, state.max_steps)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(
+        self, _args: object, state: TrainerState, _control: object, **_: object
+    ) -> None:
         """Show the step."""
         self.bar(state.global_step, state.max_steps, self._note)
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+    def on_log(
+        self,
+        _args: object,
+        _state: object,
+        _control: object,
+        logs: Mapping[str, float] | None = None,
+        **_: object,
+    ) -> None:
         """Note the loss, and the density or the speed, for the bar."""
-        if logs and "loss" in logs:
-            gated = "density" in logs
-            other = (
-                f"density {logs['density']:.2f}"
-                if gated
-                else f"{logs['tokens_per_second']:,.0f} tok/s"
-            )
-            parts = f" (NLL {logs['nll']:.3f}, KL {logs['kl']:.3g})" if "kl" in logs else ""
-            self._note = f"loss {float(logs['loss']):.3f}{parts}, {other}"
-
-
-_GLOBAL = "full_attention"  # layer kind whose RoPE changes if each kind has its own
-_OF_ALL_TYPES = ("rope_theta", "partial_rotary_factor")
+        if not logs or "loss" not in logs:
+            return
+        loss = f"loss {float(logs['loss']):.3f}"
+        if "kl" in logs:
+            loss += f" (NLL {logs['nll']:.3f}, KL {logs['kl']:.3g})"
+        if "density" in logs:
+            self._note = f"{loss}, density {logs['density']:.2f}"
+        else:
+            self._note = f"{loss}, {logs['tokens_per_second']:,.0f} tok/s"
 
 
 def extend_positions(model: PreTrainedModel, length: int, rope: Mapping[str, Any]) -> None:
@@ -277,9 +279,8 @@ def extend_positions(model: PreTrainedModel, length: int, rope: Mapping[str, Any
     text.rope_parameters = extended.rope_parameters
     text.max_position_embeddings = extended.max_position_embeddings
     for name, module in list(model.named_modules()):
-        if hasattr(module, "rope_type") and isinstance(
-            getattr(module, "config", None), PreTrainedConfig
-        ):
+        has_config = isinstance(getattr(module, "config", None), PreTrainedConfig)
+        if hasattr(module, "rope_type") and has_config:
             device = next(module.buffers()).device
             model.set_submodule(name, type(module)(module.config).to(device))
 
@@ -302,10 +303,8 @@ def extended_config(
     # Merge the settings, into those of global layers if each kind has its own
     positions = text.max_position_embeddings
     if isinstance(current.get(_GLOBAL), Mapping):
-        text.rope_parameters = {
-            **current,
-            _GLOBAL: _changed(current[_GLOBAL], positions, length, rope),
-        }
+        changed = _changed(current[_GLOBAL], positions, length, rope)
+        text.rope_parameters = {**current, _GLOBAL: changed}
     else:
         text.rope_parameters = _changed(current, positions, length, rope)
     text.max_position_embeddings = max(positions, length)
@@ -330,7 +329,6 @@ def _changed(
     if kind == "yarn":
         merged.setdefault("original_max_position_embeddings", positions)
     if kind in ("yarn", "linear"):
-        merged.setdefault(
-            "factor", max(1.0, length / merged.get("original_max_position_embeddings", positions))
-        )
+        original = merged.get("original_max_position_embeddings", positions)
+        merged.setdefault("factor", max(1.0, length / original))
     return merged

@@ -41,6 +41,12 @@ if TYPE_CHECKING:
     from hashlib import _Hash as Digest
 
 
+_MIN_SAMPLES = 2  # minimum number of held-out RULER blocks, so that a domain has a standard error
+
+# "input_ids", "labels", and "position_ids" of separate documents, all int64 [T]
+Item = dict[str, torch.Tensor]
+
+
 @dataclass(frozen=True)
 class Corpus:
     """Text of a recipe as token blocks."""
@@ -183,12 +189,6 @@ def _own_tokenizer(recipe: Recipe, base: Path, folder: Path, reporter: Reporter)
     return final
 
 
-_MIN_SAMPLES = 2  # minimum number of held-out RULER blocks, so that a domain has a standard error
-
-# "input_ids", "labels", and "position_ids" of separate documents, all int64 [T]
-Item = dict[str, torch.Tensor]
-
-
 class BlockDataset(Dataset[Item]):
     """Dataset of text blocks, to be shuffled by the trainer."""
 
@@ -204,10 +204,9 @@ class BlockDataset(Dataset[Item]):
         """Return block ``index``, with all tokens as labels but those that begin a text."""
         blocks = self._blocks
         tokens = torch.from_numpy(blocks.marked(index).astype(np.int64))
-        labels = np.where(blocks.begins_text(index), loss.NO_TARGET, blocks.tokens[index]).astype(
-            np.int64
-        )
-        return {**blocks.boundaries.inputs(tokens), "labels": torch.from_numpy(labels)}
+        targets = np.where(blocks.begins_text(index), loss.NO_TARGET, blocks.tokens[index])
+        labels = torch.from_numpy(targets.astype(np.int64))
+        return {**blocks.boundaries.inputs(tokens), "labels": labels}
 
 
 class OrderedDataset(Dataset[Item]):
@@ -240,9 +239,10 @@ class OrderedDataset(Dataset[Item]):
         if not is_sample:
             return self._text[self._order.at(number)]
         assert self._samples is not None
-        tokens, learned = map(torch.from_numpy, self._samples.block(number))
+        tokens, is_learned = map(torch.from_numpy, self._samples.block(number))
         inputs = self._samples.boundaries.inputs(tokens)
-        return {**inputs, "labels": inputs["input_ids"].where(learned, loss.NO_TARGET)}
+        labels = inputs["input_ids"].where(is_learned, loss.NO_TARGET)
+        return {**inputs, "labels": labels}
 
 
 class ExtendedDataset(Dataset[Item]):
@@ -267,9 +267,8 @@ class ExtendedDataset(Dataset[Item]):
         if index < len(self._short):
             return self._short[index]
         number, part = divmod(index - len(self._short), self._ratio)
-        return {
-            key: tokens.view(self._ratio, -1)[part] for key, tokens in self._long[number].items()
-        }
+        long = self._long[number]
+        return {key: tokens.view(self._ratio, -1)[part] for key, tokens in long.items()}
 
     def __getitems__(self, indices: Sequence[int]) -> list[Item]:
         """Return the blocks for a batch of consecutive indices; called by torch's ``DataLoader``."""
@@ -307,13 +306,8 @@ def training_data(
         mixture = Mixture.drawn(recipe.data.mix.ruler.share, number, seed)
     # Blocks up to the extension, or all
     start = batch * (phase.steps if extend is None else extend.first_step(phase.steps))
-    short = OrderedDataset(
-        text,
-        order,
-        mixture,
-        ruler_blocks(recipe, corpus.tokenizer, corpus.essays, text, seed),
-        start,
-    )
+    samples = ruler_blocks(recipe, corpus.tokenizer, corpus.essays, text, seed)
+    short = OrderedDataset(text, order, mixture, samples, start)
     if extend is None:
         return short
     # Longer blocks from the extension on
@@ -326,13 +320,14 @@ def training_data(
             f"fewer than one batch of {batch // ratio}\n"
             "give more text, or a smaller branch.extend.block_size"
         )
-    order, num_indices = (
-        order.longer(ratio, start - mixture.synthetic(start)),
-        batch * phase.steps - start,
-    )
-    samples = ruler_blocks(recipe, corpus.tokenizer, corpus.essays, longer, seed)
+    num_text = start - mixture.synthetic(start)
+    num_indices = batch * phase.steps - start
     long = OrderedDataset(
-        longer, order, mixture.longer(ratio, start), samples, num_indices // ratio
+        text=longer,
+        order=order.longer(ratio, num_text),
+        mixture=mixture.longer(ratio, start),
+        samples=ruler_blocks(recipe, corpus.tokenizer, corpus.essays, longer, seed),
+        length=num_indices // ratio,
     )
     return ExtendedDataset(short, long, ratio)
 
@@ -378,6 +373,9 @@ def mixed_heldout(
     assert samples is not None
     assert recipe.data.mix is not None
     # Draw the mixture's share of samples, but not too few, and fill the rest with text
-    number = max(min(_MIN_SAMPLES, num_blocks), round(recipe.data.mix.ruler.share * num_blocks))
-    held_out = samples.held_out(number)
-    return held_out if number == num_blocks else text.spread(num_blocks - number).and_(held_out)
+    drawn = round(recipe.data.mix.ruler.share * num_blocks)
+    num_samples = max(min(_MIN_SAMPLES, num_blocks), drawn)
+    held_out = samples.held_out(num_samples)
+    if num_samples == num_blocks:
+        return held_out
+    return text.spread(num_blocks - num_samples).and_(held_out)

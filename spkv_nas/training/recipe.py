@@ -179,7 +179,9 @@ class Recipe(schema.Section):
     @classmethod
     def _from_level(cls, data: Any) -> Any:
         name = data.get("model") if isinstance(data, dict) else None
-        return ladder()[name].recipe(data) if isinstance(name, str) and name in ladder() else data
+        if isinstance(name, str) and name in ladder():
+            return ladder()[name].recipe(data)
+        return data
 
     @field_validator("model", mode="before")
     @classmethod
@@ -208,21 +210,22 @@ class Recipe(schema.Section):
         if self.model.config is not None and self.tokenizer is None:
             raise ValueError("a new model (model.config) needs a 'tokenizer'")
         # Batch sizes
-        for name, phase in (("dense", self.dense), ("branch", self.branch)):
-            size = self.micro_batch_size
-            if (
-                size is not None
-                and phase is not None
-                and phase.batch_size > size
-                and phase.batch_size % size
-            ):
-                raise ValueError(
-                    f"micro_batch_size {size} does not divide {name}.batch_size {phase.batch_size}"
-                )
+        if self.dense is not None:
+            self._check_batch("dense", self.dense.batch_size)
+        self._check_batch("branch", self.branch.batch_size)
         self._check_extension()
         return self
 
+    def _check_batch(self, phase: str, batch_size: int) -> None:
+        """Raise ``ValueError`` unless the micro-batch size divides a larger batch."""
+        size = self.micro_batch_size
+        if size is not None and batch_size > size and batch_size % size:
+            raise ValueError(
+                f"micro_batch_size {size} does not divide {phase}.batch_size {batch_size}"
+            )
+
     def _check_extension(self) -> None:
+        """Raise ``ValueError`` unless blocks and batches divide into the longer blocks of ``branch.extend``."""
         extend = self.branch.extend
         size = self.data.block_size
         if extend is None:
@@ -246,6 +249,7 @@ class Recipe(schema.Section):
                 )
 
     def _check_from_scratch(self) -> None:
+        """Raise ``ValueError`` unless gates and model can be trained from random weights in one run."""
         if self.dense is None:
             raise ValueError(
                 "gates.training: from-scratch needs a new model (model.config and 'dense')"
@@ -308,7 +312,8 @@ class Recipe(schema.Section):
             if section in data and data[section][key] is None:
                 del data[section][key]
         # Count removed keys at their defaults
-        if (distill := data.get("branch", {}).get("distill")) is not None:
+        distill = data.get("branch", {}).get("distill")
+        if distill is not None:
             distill["hidden"] = 0.0
         for section, removed in _REMOVED.items():
             if section in data:
@@ -316,9 +321,11 @@ class Recipe(schema.Section):
         # Hash the version of mixed samples, and the price as the paper's weight
         if data.get("data", {}).get("mix") is not None:
             data["data"]["mix"]["samples_version"] = VERSION
-        if (gates := data.get("gates")) is not None and gates["target_density"] is None:
+        gates = data.get("gates")
+        if gates is not None and gates["target_density"] is None:
             gates["density_weight"] = 0.0 - gates.pop("price")
-        return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
+        text = json.dumps(data, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def with_precision(self, dtype: str | None) -> "Recipe":
         """Return the recipe with ``precision`` set to ``dtype``, or unchanged if that is None.

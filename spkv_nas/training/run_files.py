@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import torch
@@ -60,9 +59,8 @@ def newest_checkpoint(folder: Path) -> Path | None:
 
 def newest_step(folder: Path) -> int:
     """Return the step of the newest complete checkpoint without checking its hashes; 0 if there is none."""
-    return max(
-        (_step(each) for each in _checkpoints(folder) if manifest.is_complete(each)), default=0
-    )
+    complete = [path for path in _checkpoints(folder) if manifest.is_complete(path)]
+    return max(map(_step, complete), default=0)
 
 
 def remove_checkpoints(folder: Path, *, after: Path | None = None, keep: int = 0) -> None:
@@ -121,11 +119,9 @@ def check_text(
     if recorded is None:
         files.write_json(file, {key: text})
     elif recorded != text:
-        also = (
-            f" and {tokenizer.name} beside it"
-            if tokenizer is not None and tokenizer.is_dir()
-            else ""
-        )
+        also = ""
+        if tokenizer is not None and tokenizer.is_dir():
+            also = f" and {tokenizer.name} beside it"
         raise errors.UserError(
             f"the text has changed since the run in {folder} started: a file was edited, added or "
             "removed\n"
@@ -185,7 +181,9 @@ def write_density_log(state: TrainerState, path: Path) -> None:
 def save_learned(model: nn.Module, checkpoint: Path) -> None:
     """Write the trainable parameters of a partly frozen model to a checkpoint."""
     trainable = {
-        name: p.detach().contiguous() for name, p in model.named_parameters() if p.requires_grad
+        name: parameter.detach().contiguous()
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
     }
     checkpoint.mkdir(parents=True, exist_ok=True)
     save_file(trainable, checkpoint / _LEARNED)
@@ -203,11 +201,12 @@ def load_learned(model: nn.Module, checkpoint: Path) -> bool:
     if not file.is_file():
         return False
     # Check names and shapes
-    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    trainable = {
+        name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
+    }
     saved = _read_tensors(file)
-    if {name: p.shape for name, p in trainable.items()} != {
-        name: value.shape for name, value in saved.items()
-    }:
+    shapes = {name: parameter.shape for name, parameter in trainable.items()}
+    if shapes != {name: tensor.shape for name, tensor in saved.items()}:
         raise errors.UserError(
             f"{file} belongs to another model: remove its folder to start the run over"
         )
@@ -223,7 +222,7 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dic
 
     The tensors are on the CPU of rank 0; other ranks return none. Must be called on all ranks if the state is sharded.
     """
-    names: dict[Any, str] = {p: name for name, p in model.named_parameters()}
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     tensors: dict[str, Tensor] = {}
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
@@ -259,42 +258,37 @@ def load_optimizer_state(
         )
         saved = {}
     # Fill the state of each trainable parameter
+    by_parameter: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in saved.items():
+        name, _, kind = key.rpartition("::")
+        by_parameter.setdefault(name, {})[kind] = tensor
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        state = {
-            key.removeprefix(f"{name}::"): value
-            for key, value in saved.items()
-            if key.startswith(f"{name}::")
-        }
+        state = by_parameter.get(name, {})
         if of_torch:
-            optimizer.state[parameter] = _moments(
-                state, parameter, f"{path} is of another model: {name}"
-            )
+            message = f"{path} is of another model: {name}"
+            optimizer.state[parameter] = _moments(state, parameter, message)
         elif state:
             step = int(state.pop("step"))
-            optimizer.state[parameter] = {
-                "step": step,
-                **{k: v.to(parameter.device) for k, v in state.items()},
-            }
+            moments = {kind: tensor.to(parameter.device) for kind, tensor in state.items()}
+            optimizer.state[parameter] = {"step": step, **moments}
 
 
 def _moments(
     saved: Mapping[str, Tensor], parameter: Tensor, message_prefix: str
 ) -> dict[str, Tensor]:
     """Return torch's AdamW state for a parameter, zero where it was not saved; ``message_prefix`` begins errors."""
-    step, *moments = (saved.get(key) for key in ("step", "exp_avg", "exp_avg_sq"))
-    if any(value is not None and value.shape != parameter.shape for value in moments):
-        raise errors.UserError(f"{message_prefix} has another shape")
-    return {
-        "step": torch.zeros((), device=parameter.device)
-        if step is None
-        else step.to(parameter.device),
-        **{
-            key: torch.zeros_like(parameter) if value is None else like(value, parameter)
-            for key, value in zip(("exp_avg", "exp_avg_sq"), moments, strict=True)
-        },
-    }
+    state = {"step": saved.get("step", torch.zeros(())).to(parameter.device)}
+    for key in ("exp_avg", "exp_avg_sq"):
+        moment = saved.get(key)
+        if moment is None:
+            state[key] = torch.zeros_like(parameter)
+        elif moment.shape == parameter.shape:
+            state[key] = like(moment, parameter)
+        else:
+            raise errors.UserError(f"{message_prefix} has another shape")
+    return state
 
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:

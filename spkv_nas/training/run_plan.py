@@ -68,20 +68,18 @@ class Plan:
 
 def summarize_runs(name: str, runs: Sequence[PlannedRun]) -> PlannedRun:
     """Summarize runs with the same number of steps as one."""
-    finished = sum(run.state == FINISHED for run in runs)
-    state = (
-        FINISHED
-        if finished == len(runs)
-        else f"{finished} of {len(runs)} finished"
-        if finished
-        else ""
-    )
+    num_finished = sum(run.state == FINISHED for run in runs)
+    state = ""
+    if num_finished == len(runs):
+        state = FINISHED
+    elif num_finished:
+        state = f"{num_finished} of {len(runs)} finished"
     return PlannedRun(
-        f"{name}, {len(runs)}",
-        runs[0].steps,
-        sum(run.tokens for run in runs),
-        sum(run.seconds for run in runs),
-        state,
+        name=f"{name}, {len(runs)}",
+        steps=runs[0].steps,
+        tokens=sum(run.tokens for run in runs),
+        seconds=sum(run.seconds for run in runs),
+        state=state,
     )
 
 
@@ -89,9 +87,12 @@ def merge_plans(name: str, plans: Sequence[Plan]) -> Plan:
     """Merge plans, with the remarks of the one that needs the most memory and the warnings of all."""
     first = max(plans, key=lambda plan: plan.memory)
     warned = [remark for plan in plans for remark in plan.remarks if remark.startswith(_WARNING)]
-    runs = tuple(run for plan in plans for run in plan.runs)
     return Plan(
-        name, runs, tuple(dict.fromkeys([*first.remarks, *warned])), first.memory, first.available
+        name=name,
+        runs=tuple(run for plan in plans for run in plan.runs),
+        remarks=tuple(dict.fromkeys([*first.remarks, *warned])),
+        memory=first.memory,
+        available=first.available,
     )
 
 
@@ -125,11 +126,8 @@ class Planner:
     def with_recipe(self, recipe: Recipe) -> "Planner":
         """Create a planner for another recipe in the same folders, which reuses measurements that apply to it."""
         sections = ("model", "tokenizer", "data")
-        text = (
-            self._text
-            if recipe.content_hash(*sections) == self.recipe.content_hash(*sections)
-            else None
-        )
+        has_same_text = recipe.content_hash(*sections) == self.recipe.content_hash(*sections)
+        text = self._text if has_same_text else None
         planner = Planner(
             recipe, self._base, self._runs, device=self.device, announce=self._announce, text=text
         )
@@ -152,10 +150,10 @@ class Planner:
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """Return the recipe's tokenizer; a BPE that does not exist yet is trained in memory."""
         recipe = self.recipe
-        if recipe.tokenizer is None or recipe.tokenizer.path is not None:
-            return load_tokenizer(
-                str(recipe.tokenizer.path if recipe.tokenizer else recipe.model.path)
-            )
+        if recipe.tokenizer is None:
+            return load_tokenizer(str(recipe.model.path))
+        if recipe.tokenizer.path is not None:
+            return load_tokenizer(str(recipe.tokenizer.path))
         if self._has_dense:
             return load_tokenizer(self.dense_path)
         assert recipe.tokenizer.vocab_size is not None
@@ -178,11 +176,9 @@ class Planner:
     def size(self) -> ModelSize:
         """Return the size of the model without gates."""
         path = self.recipe.model.path
-        return (
-            config_size(dense.new_config(self.recipe, self.tokenizer))
-            if path is None
-            else read_size(path)
-        )
+        if path is not None:
+            return read_size(path)
+        return config_size(dense.new_config(self.recipe, self.tokenizer))
 
     def dense(self) -> list[PlannedRun]:
         """Plan the run of the dense model; the list is empty if the recipe names an existing model."""
@@ -194,16 +190,14 @@ class Planner:
 
     def branch(self, name: str, variant: Variant, seed: int | None = None) -> PlannedRun:
         """Plan the branch of a variant, reusing its checkpoints if there are any."""
-        recipe, seed = self.recipe, self.recipe.seed if seed is None else seed
+        recipe = self.recipe
+        seed = recipe.seed if seed is None else seed
         phase = branch_setup.branch_recipe(recipe, variant).branch
         done = 0
         if self._has_dense:
             folder = branches.branch_folder(recipe, self.dense_path, self._runs, variant, seed)
-            done = (
-                phase.steps
-                if branches.is_finished(folder / "final")
-                else run_files.newest_step(folder)
-            )
+            is_finished = branches.is_finished(folder / "final")
+            done = phase.steps if is_finished else run_files.newest_step(folder)
         return self._run(name, phase, done, variant)
 
     def new_branch(self, name: str, variant: Variant) -> PlannedRun:
@@ -219,10 +213,11 @@ class Planner:
         effort: float = 1,
     ) -> PlannedRun:
         """Plan ``times`` passes over held-out text, or ``tokens`` of it, each as costly as ``effort`` forward ones."""
-        num_tokens = round(
-            times * (self.text.heldout(self.recipe.data) if tokens is None else tokens)
-        )
-        return PlannedRun(name, 0, num_tokens, effort * self._forward_seconds(variant, num_tokens))
+        if tokens is None:
+            tokens = self.text.heldout(self.recipe.data)
+        num_tokens = round(times * tokens)
+        seconds = effort * self._forward_seconds(variant, num_tokens)
+        return PlannedRun(name, 0, num_tokens, seconds)
 
     def cost(self, variant: Variant) -> StepCost:
         """Return the cost of a training step, measured once per kind of variant: all hybrids cost about the same."""

@@ -40,10 +40,10 @@ def shard_teacher(teacher: PreTrainedModel, plugin: Any) -> None:
     for parameter in teacher.parameters():
         parameter.data = parameter.data.to(policy.param_dtype or parameter.dtype)
     # Shard layers, inner ones first, then the rest
-    options = {"mp_policy": policy, "offload_policy": plugin.cpu_offload}
+    offload = plugin.cpu_offload
     for layer in reversed(modes.decoder_layers(teacher)):
-        fully_shard(layer, **options)
-    fully_shard(teacher, reshard_after_forward=False, **options)
+        fully_shard(layer, mp_policy=policy, offload_policy=offload)
+    fully_shard(teacher, reshard_after_forward=False, mp_policy=policy, offload_policy=offload)
 
 
 @torch.inference_mode()
