@@ -1,6 +1,6 @@
 """Configuration of a model's gates, without torch: part of recipes and of ``config.json``."""
 
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -72,7 +72,7 @@ class GateConfig(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _at_the_threshold(cls, data: Any) -> Any:
+    def _at_the_threshold(cls, data: object) -> object:
         """Default the initial bias of priced gates to the logit of tau, where the price acts at once."""
         if not isinstance(data, dict):
             return data

@@ -358,7 +358,7 @@ class HeadScores(grid.OnGrid):
         file = path / _TABLE if files.is_folder(path) else path
         folder = file.parent
         settle(folder)
-        metadata: dict[str, Any] = {}
+        metadata: dict[str, object] = {}
         if file.name == _TABLE and files.is_file(folder / RECORD):
             metadata = records.read_record(folder / RECORD, "probe")
         has_record = bool(metadata)
@@ -415,10 +415,10 @@ class HeadScores(grid.OnGrid):
                 record[SELECTION] = write_selection(new, self.selected_on)
             records.write_record(new / RECORD, {**self.metadata, **record})
 
-    def _facts(self) -> dict[str, Any]:
+    def _facts(self) -> dict[str, object]:
         """Return the entries of ``probe.yaml`` that follow from the table itself."""
         decimals = 4 if self.is_density else 6
-        facts: dict[str, Any] = {
+        facts: dict[str, object] = {
             "name": self.name,
             "kind": self.kind,
             "unit": self.measure.unit,

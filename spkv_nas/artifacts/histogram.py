@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -129,7 +128,7 @@ class DocumentCounts:
     domains: tuple[str, ...]  # names, sorted
     # integers [N, L, Hkv, n + 2], number of tokens per bin of utility logits; the first and last bin count the logits
     # outside the edges
-    bins: NDArray[np.integer[Any]]
+    bins: NDArray[np.integer]
     edges: NDArray[np.float64]  # [n + 1] bin edges, ascending
 
     @property
@@ -233,7 +232,7 @@ def group_documents(domain: NDArray[np.int64], num_domains: int) -> tuple[NDArra
     return first_group[domain] + rank % limit, int(num_groups.sum())
 
 
-def _smallest(values: NDArray[Any]) -> NDArray[Any]:
+def _smallest(values: NDArray[np.generic]) -> NDArray[np.generic]:
     """Convert non-negative integers to the smallest unsigned type, other values to float64."""
     if not np.array_equal(values, np.rint(values)):
         return values.astype(np.float64)

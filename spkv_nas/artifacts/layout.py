@@ -352,7 +352,7 @@ class Layout(OnGrid):
             )
 
     @staticmethod
-    def json_schema() -> dict[str, Any]:
+    def json_schema() -> dict[str, object]:
         """Return the JSON Schema of the YAML file."""
         return _LayoutFile.model_json_schema()
 

@@ -69,7 +69,7 @@ class PredictionCheck:
             )
         return f"costs of windows: {agreement}; losses are {self.slope:.2g} times as large as predicted"
 
-    def as_mapping(self) -> dict[str, Any]:
+    def as_mapping(self) -> dict[str, object]:
         """Return the entries for a record."""
         pairs = zip(self.predicted, self.measured, strict=True)
         return {

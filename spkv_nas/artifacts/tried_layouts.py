@@ -34,7 +34,7 @@ class TriedLayout:
         """Return whether the prediction is further from what was measured than chance explains."""
         return abs(self.predicted - self.change) > FAR_ERRORS * self.standard_error
 
-    def as_mapping(self) -> dict[str, Any]:
+    def as_mapping(self) -> dict[str, object]:
         """Return the entries for a record, without numbers that are not known."""
         numbers = {
             "predicted": self.predicted,

@@ -79,7 +79,7 @@ class Level:
         """Return the FLOPs of the whole training."""
         return training_flops(self.shape, self.num_tokens, self.block_size)
 
-    def config(self) -> dict[str, Any]:
+    def config(self) -> dict[str, object]:
         """Return the Hugging Face config (``model.config`` of a recipe)."""
         return {
             "model_type": "llama",
@@ -94,7 +94,7 @@ class Level:
             "tie_word_embeddings": False,
         }
 
-    def recipe(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+    def recipe(self, settings: Mapping[str, Any]) -> dict[str, object]:
         """Fill in a recipe's content with this level's values, without changing what is in ``settings``.
 
         The number of steps follows the batch and block sizes that are given, to keep the level's number of tokens.
@@ -172,7 +172,7 @@ def ladder() -> dict[str, Level]:
     return {level.name: level for level in [*paper, *micro]}
 
 
-def _section(settings: Mapping[str, Any], name: str) -> dict[str, Any]:
+def _section(settings: Mapping[str, Any], name: str) -> dict[str, object]:
     """Return a copy of a section of a recipe; empty if it is missing or not a mapping."""
     section = settings.get(name)
     return dict(section) if isinstance(section, Mapping) else {}
@@ -208,6 +208,6 @@ def ffn_width(hidden_size: int, multiple_of: int = 1024) -> int:
     return math.ceil(int(1.3 * (8 * hidden_size // 3)) / multiple_of) * multiple_of
 
 
-def _size(value: Any) -> int | None:
+def _size(value: object) -> int | None:
     """Return a positive integer, or None for any other value."""
     return value if type(value) is int and value > 0 else None

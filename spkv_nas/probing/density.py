@@ -32,7 +32,7 @@ def probe(
     *,
     batch_size: int = 8,
     name: str = "probe",
-    metadata: dict[str, Any] | None = None,
+    metadata: dict[str, object] | None = None,
     progress: Progress | None = None,
 ) -> HeadScores:
     """Measure the density of every KV head on ``blocks``, with hard gates at ``tau`` as at inference.
@@ -98,7 +98,7 @@ def _table(
     )
 
 
-def _price(config: GateConfig) -> dict[str, Any]:
+def _price(config: GateConfig) -> dict[str, object]:
     """Return the target density and the price of keys that the gates were trained with, if any."""
     settings = {"target_density": config.target_density, "price": config.price or None}
     return {name: value for name, value in settings.items() if value is not None}

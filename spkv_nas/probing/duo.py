@@ -23,7 +23,6 @@ with as many. On a model without attention sinks it is learned with 4 as in the 
 
 from collections import deque
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -101,7 +100,7 @@ def duo(
     regularisation: float = 0.05,
     seed: int = 0,
     name: str = "duo",
-    metadata: dict[str, Any] | None = None,
+    metadata: dict[str, object] | None = None,
     progress: Progress | None = None,
 ) -> head_scores.HeadScores:
     """Learn alpha for every KV head on ``blocks``; the model is restored afterwards. Must be called on all ranks.

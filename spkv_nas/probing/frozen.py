@@ -11,7 +11,6 @@ With shares of 0 and 1 this is the attention of a layout.
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
 
 import numpy as np
 import torch
@@ -156,7 +155,7 @@ def learned_table(
     tokens_seen: int,
     *,
     name: str,
-    metadata: Mapping[str, Any],
+    metadata: Mapping[str, object],
     heads_per_layer: Sequence[int],
 ) -> head_scores.HeadScores:
     """Build the table of a signal learned on all domains of ``blocks`` together, from its scores ``values`` [L, Hkv].

@@ -48,7 +48,7 @@ def gains(
     *,
     opens: bool,
     name: str | None = None,
-    metadata: dict[str, Any] | None = None,
+    metadata: dict[str, object] | None = None,
     **options: Any,
 ) -> head_scores.HeadScores:
     """Measure the gain of every KV head by domain; the model is restored afterwards.
@@ -75,7 +75,7 @@ def gains(
 
 def add_one_head_gains(
     model: PreTrainedModel, blocks: TokenBlocks, window: int, **options: Any
-) -> tuple[head_tables.Gains, dict[str, Any]]:
+) -> tuple[head_tables.Gains, dict[str, float]]:
     """Measure add-one-head gains over all domains together, as ground truth for the ranking of another table.
 
     Returns:

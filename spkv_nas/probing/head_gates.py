@@ -22,7 +22,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -57,7 +56,7 @@ def head_gates(
     step_tokens: int = defaults.LEARNING_TOKENS,
     seed: int = 0,
     name: str = "head-gates",
-    metadata: dict[str, Any] | None = None,
+    metadata: dict[str, object] | None = None,
     progress: Progress | None = None,
 ) -> head_scores.HeadScores:
     """Learn a gate for every KV head on ``blocks``; the model is restored. Must be called on all ranks.

@@ -7,7 +7,6 @@ pass, because it computes gradients of activations only.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -209,7 +208,7 @@ def signal_table(
     passes: float,
     tokens: int,
     name: str,
-    metadata: Mapping[str, Any],
+    metadata: Mapping[str, object],
     kind: str = kinds.SHARE,
     unit: str = kinds.SHARE_UNIT,
     heads_per_layer: Sequence[int] = (),

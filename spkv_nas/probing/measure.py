@@ -77,7 +77,7 @@ def probe(
     memory: str | float | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     name: str | None = None,
-    metadata: dict[str, Any] | None = None,
+    metadata: dict[str, object] | None = None,
     progress: Progress | None = None,
     **options: Any,
 ) -> HeadScores:
@@ -136,7 +136,7 @@ def measure_signal(
     sinks: int | None = None,
     memory: str | float | None = None,
     name: str = "probe",
-    metadata: dict[str, Any] | None = None,
+    metadata: dict[str, object] | None = None,
     progress: Progress | None = None,
     **options: Any,
 ) -> HeadScores:
@@ -158,7 +158,7 @@ def measure_signal(
     if entry.needs_gates:
         window = _gate_window(entry, model)
     first_window = _first_window(model, blocks, window)
-    sink_facts: dict[str, Any] = {}
+    sink_facts: dict[str, object] = {}
     num_sinks = sinks
     if num_sinks is None:
         num_sinks, sink_facts = choose_sinks(model, blocks, first_window)
@@ -201,7 +201,7 @@ def _with_facts(
     entry: Signal,
     model: PreTrainedModel,
     blocks: TokenBlocks,
-    sink_facts: Mapping[str, Any],
+    sink_facts: Mapping[str, object],
 ) -> HeadScores:
     """Return a table with what its layouts and the size of their KV cache depend on, and its documents."""
     with windows.full_attention(model) as states:
@@ -223,7 +223,7 @@ def _with_facts(
     return replace(table, metadata=metadata, selected_on=blocks.text_ids)
 
 
-def _configured(entry: Signal, options: Mapping[str, Any]) -> tuple[Signal, dict[str, Any]]:
+def _configured(entry: Signal, options: Mapping[str, object]) -> tuple[Signal, dict[str, Any]]:
     """Return a signal with its options, and the options of its run, ``batch_size`` and ``cache``.
 
     Raises ``UserError``: the signal lacks an option, or a value does not fit it.
@@ -304,7 +304,7 @@ def measure_within(
     first = typical_windows(candidates, cost, limit, num_heads)[0]
     if "budget" in signal.options():
         signal = signal.with_options({"budget": str(first.num_global)})
-    record: dict[str, Any] = {
+    record: dict[str, object] = {
         "memory": round(limit / full, 6),
         "context": context,
         "budget": first.num_global,
@@ -329,7 +329,7 @@ def _choose_window(
     candidates: Sequence[TriedWindow],
     ranked_at: int,
     progress: Progress | None,
-) -> tuple[HeadScores, dict[str, Any]]:
+) -> tuple[HeadScores, dict[str, object]]:
     """Rank the heads at the window ``ranked_at``, and choose another on documents that the ranking has not seen.
 
     Returns:

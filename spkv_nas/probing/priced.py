@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -56,7 +55,7 @@ class GateTraining:
     price: float  # sparsity penalty lambda in the last step
     resumed_at: int  # step from which this call resumed; ``steps`` if training had already finished
 
-    def as_mapping(self) -> dict[str, Any]:
+    def as_mapping(self) -> dict[str, object]:
         """Return the entries for ``probe.yaml``."""
         return {
             "training": diagnosis.FROZEN,

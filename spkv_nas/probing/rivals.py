@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from transformers import PreTrainedModel
 
@@ -79,7 +78,7 @@ class Rivals:
             self.model, self.text, entrants, batch_size=size, cache=self.cache, progress=progress
         )
 
-    def record(self) -> dict[str, list[dict[str, Any]]]:
+    def record(self) -> dict[str, list[dict[str, object]]]:
         """Return the entries for a record: the layouts that were compared for each budget, best first."""
         return {
             f"{self.percents[position]:g}": [tried.as_mapping() for tried in contest.ranked]

@@ -107,7 +107,7 @@ class Signal(registry.Entry, ABC):
         window: int,
         *,
         name: str,
-        metadata: dict[str, Any] | None = None,
+        metadata: dict[str, object] | None = None,
         progress: "Progress | None" = None,
         **run: Any,
     ) -> "HeadScores":

@@ -13,7 +13,6 @@ that sinks come with (Sun et al., arXiv 2402.17762): hidden states hundreds of t
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -106,9 +105,9 @@ class SinkReport:
                 return number
         return NUM_SINKS[-1]
 
-    def as_mapping(self) -> dict[str, Any]:
+    def as_mapping(self) -> dict[str, object]:
         """Return the entries for ``probe.yaml``."""
-        entries: dict[str, Any] = {"sink_mass": round(self.first_mass, 4)}
+        entries: dict[str, object] = {"sink_mass": round(self.first_mass, 4)}
         if self.number > 1:
             on_sinks = self.mass[..., : self.number].sum(-1)
             entries["sink_tokens_mass"] = round(float(on_sinks.mean()), 4)
@@ -123,7 +122,7 @@ class SinkReport:
 
 def choose_sinks(
     model: PreTrainedModel, blocks: TokenBlocks, window: int | None = None
-) -> tuple[int, dict[str, Any]]:
+) -> tuple[int, dict[str, object]]:
     """Choose the number of sink tokens of local heads when none is specified; the sibling of ``default_window``.
 
     A model with a layout keeps its layout's number, and one whose gates keep first tokens theirs. On any other model it
@@ -138,7 +137,7 @@ def choose_sinks(
     if gates is not None and gates.sinks:
         return gates.sinks, {}
 
-    def measure() -> tuple[int, dict[str, Any]]:
+    def measure() -> tuple[int, dict[str, object]]:
         report = measure_sinks(model, blocks, window)
         return report.number, report.as_mapping()
 

@@ -21,7 +21,6 @@ gain and lost .05 nats (reports/LOG.md).
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -83,7 +82,7 @@ def window_costs(
     num_blocks: int | None = None,
     seed: int = 0,
     name: str = "window-costs",
-    metadata: dict[str, Any] | None = None,
+    metadata: dict[str, object] | None = None,
     progress: Progress | None = None,
 ) -> head_scores.HeadScores:
     """Measure what windows cost every KV head on ``blocks``; the model is restored. Must be called on all ranks.

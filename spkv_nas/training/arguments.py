@@ -1,7 +1,6 @@
 """Conversion of a recipe's training phase to ``transformers.TrainingArguments``, and its optimizer."""
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel, Trainer, TrainingArguments
@@ -132,7 +131,7 @@ def make_optimizer(
 
 def _groups(
     parameters: list[torch.nn.Parameter], learning_rate: float, weight_decay: float
-) -> list[dict[str, Any]]:
+) -> list[dict[str, object]]:
     """Return the optimizer's groups of parameters: matrices, and vectors, which are not decayed; without empty ones."""
     matrices = [parameter for parameter in parameters if parameter.ndim >= 2]
     vectors = [parameter for parameter in parameters if parameter.ndim < 2]

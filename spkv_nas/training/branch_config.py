@@ -61,7 +61,7 @@ class RopeConfig(schema.Section):
         return self
 
     @property
-    def parameters(self) -> dict[str, Any]:
+    def parameters(self) -> dict[str, object]:
         """Return the parameters that are set."""
         return self.model_dump(exclude_none=True)
 
@@ -193,7 +193,7 @@ class GatesConfig(GateConfig):
         return GateConfig(**self.model_dump(include=set(GateConfig.model_fields)))
 
 
-def gates_of_layout(section: dict[str, Any], base: Path, where: str) -> dict[str, Any]:
+def gates_of_layout(section: dict[str, Any], base: Path, where: str) -> dict[str, object]:
     """Return the section of a recipe with its ``layout``, a layout file, converted to ``heads``.
 
     Local heads stay local, global heads get gates, and the layout's window becomes the gates' window unless the section

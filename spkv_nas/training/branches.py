@@ -5,7 +5,6 @@ import json
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -240,7 +239,7 @@ def _record(
     recipe: Recipe,
     seed: int,
     trained_parameters: int,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return the content of a branch's ``run.json``."""
     commit = (
         None

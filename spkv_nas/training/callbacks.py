@@ -60,7 +60,7 @@ class LogCallback(TrainerCallback, ExportableState):
         self._trainer = trainer
         self._distillation = distillation
         # sum of the losses of the steps after ``since``, the last log line, and of their parts, averaged over ranks
-        self._saved: dict[str, Any] = {"total": 0.0, "since": 0, "sums": []}
+        self._saved: dict[str, object] = {"total": 0.0, "since": 0, "sums": []}
 
     def take(self) -> None:
         """Copy the sums; must be called on all ranks."""
@@ -72,7 +72,7 @@ class LogCallback(TrainerCallback, ExportableState):
             sums = distributed.sum_over_processes(self._distillation.sums)
             self._saved["sums"] = (sums / number).tolist()
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, object]:
         """Return the state to save in a checkpoint."""
         return {"args": {}, "attributes": self._saved}
 
@@ -128,7 +128,7 @@ class GatePhaseCallback(TrainerCallback, ExportableState):
         """Return the price of a key in the next step: the recipe's, or the one adjusted to the target density."""
         return self._options.price if self._controller is None else self._controller.value
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, object]:
         """Return the state to save in a checkpoint."""
         price = None if self._controller is None else self._controller.state()
         return {"args": {}, "attributes": {"price": price}}
@@ -320,7 +320,7 @@ def extended_config(
 
 def _changed(
     current: Mapping[str, Any], positions: int, length: int, rope: Mapping[str, Any]
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Merge ``rope`` into the RoPE settings of one layer kind, in a model of ``positions`` positions."""
     kind = rope.get("rope_type", current["rope_type"])
     if kind != current["rope_type"]:

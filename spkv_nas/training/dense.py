@@ -108,7 +108,7 @@ def _train(
 def new_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
     """Build the new model's config with the tokenizer's vocabulary; ``UserError`` names the key that prevents it."""
     # Start from the tokenizer's and the text's values, which the recipe can override
-    options: dict[str, Any] = {
+    options: dict[str, object] = {
         "vocab_size": len(tokenizer),
         "max_position_embeddings": recipe.data.block_size,
     }

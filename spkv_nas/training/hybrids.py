@@ -242,7 +242,7 @@ def comparison_rows(
     # Unchanged dense model
     dense = untrained[comparison.DENSE]
     controls = finished[comparison.FULL_ATTENTION]
-    rows: list[dict[str, Any]] = [
+    rows: list[dict[str, object]] = [
         {
             "strategy": comparison.DENSE,
             "density_percent": 100.0,
@@ -260,7 +260,8 @@ def comparison_rows(
             continue
         variant = variants[name]
         count = len(branches)
-        nll, control = (_mean([b.nll for b in part[:count]]) for part in (branches, controls))
+        nll = _mean([branch.nll for branch in branches])
+        control = _mean([branch.nll for branch in controls[:count]])
         rows.append(
             {
                 "strategy": name,

@@ -177,7 +177,7 @@ class Recipe(schema.Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _from_level(cls, data: Any) -> Any:
+    def _from_level(cls, data: Any) -> object:
         name = data.get("model") if isinstance(data, dict) else None
         if isinstance(name, str) and name in ladder():
             return ladder()[name].recipe(data)
