@@ -52,15 +52,14 @@ class CacheCost:
     @property
     def local_head(self) -> int:
         """Return the bytes of one local KV head, which stores only its window and sink tokens, over all sequences."""
-        return (
-            self._head(self.window + self.sinks)
-            if self.window < self.global_window
-            else self.global_head
-        )
+        if self.window >= self.global_window:
+            return self.global_head
+        return self._head(self.window + self.sinks)
 
     def total(self, num_global: int, num_heads: int) -> int:
         """Return the bytes of a model with ``num_global`` of ``num_heads`` KV heads global."""
         num_local = num_heads - num_global - len(self.native_heads)
+        # Heads that are local by design, of their own sizes
         native_dims = self.native_dims or [self.head_dim] * len(self.native_heads)
         native = sum(map(self._head, self.native_heads, native_dims))
         return num_global * self.global_head + num_local * self.local_head + native

@@ -51,7 +51,8 @@ class LayerCase:
     def global_counts(self) -> tuple[int, ...]:
         """Return the numbers of global heads to measure: from 0 to Hkv, at most five, evenly spaced."""
         number = min(_MAX_COUNTS, self.num_kv_heads + 1)
-        return tuple(sorted({round(g) for g in np.linspace(0, self.num_kv_heads, number)}))
+        counts = np.linspace(0, self.num_kv_heads, number)
+        return tuple(sorted({round(count) for count in counts}))
 
 
 class Timing(NamedTuple):

@@ -174,7 +174,9 @@ def _train(context: BranchContext, folder: Path, variant: variants.Variant, seed
     trainer = train_in_fitting_passes(
         branch_setup.branch_recipe(recipe, variant), begin, recipe.least_blocks(recipe.branch)
     )
-    trained_parameters = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
+    trained_parameters = sum(
+        parameter.numel() for parameter in trainer.model.parameters() if parameter.requires_grad
+    )
     if recipe.lora is not None:
         branch_setup.merge_adapters(trainer.model)
 

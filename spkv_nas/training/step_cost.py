@@ -167,8 +167,11 @@ def _seconds(call: Callable[[], object], device: str) -> float:
 def matmul_speed(device: str, *, bfloat16: bool) -> float:
     """Measure the FLOP/s of a product of two square matrices."""
     width = 2048
-    x = torch.randn(
-        width, width, device=device, dtype=torch.bfloat16 if bfloat16 else torch.float32
-    )
-    first = _seconds(lambda: x @ x, device)
-    return 2 * width**3 / min(first, _median(lambda: x @ x, device, 0.0))
+    dtype = torch.bfloat16 if bfloat16 else torch.float32
+    matrix = torch.randn(width, width, device=device, dtype=dtype)
+
+    def multiply() -> torch.Tensor:
+        return matrix @ matrix
+
+    first = _seconds(multiply, device)
+    return 2 * width**3 / min(first, _median(multiply, device, 0.0))

@@ -67,7 +67,8 @@ class SPKVTrainer(Trainer):
         self.add_callback(self._progress)
         # Store how to train, and the largest weight to accept
         self._schedule = schedule
-        self._max_weight = _MAX_GROWTH * max([1.0, *(_largest(p) for p in self.model.parameters())])
+        largest = [1.0, *map(_largest, self.model.parameters())]
+        self._max_weight = _MAX_GROWTH * max(largest)
         self._gate_options = gate_options or branch_config.GatesConfig()
         self._optimizer_state = optimizer_state
         self._recomputes = recomputes
@@ -160,16 +161,15 @@ class SPKVTrainer(Trainer):
                 )
             plugin = self.accelerator.state.fsdp_plugin
             sharding.shard_added_modules(model, plugin, bfloat16=self.args.bf16)
-            if (
-                self._distillation is not None
-                and (teacher := self._distillation.teacher.model) is not model
-            ):
+            teacher = model if self._distillation is None else self._distillation.teacher.model
+            if teacher is not model:
                 sharding.shard_teacher(teacher, plugin)
         self.optimizer = arguments.make_optimizer(model, self.args, self._gate_options)
         # Remember the names of parameters, by which create_scheduler finds their shards
         names = {parameter: name for name, parameter in model.named_parameters()}
         self._group_names = [
-            [names[p] for p in group["params"]] for group in self.optimizer.param_groups
+            [names[parameter] for parameter in group["params"]]
+            for group in self.optimizer.param_groups
         ]
         return self.optimizer
 
@@ -239,16 +239,12 @@ class SPKVTrainer(Trainer):
         loss = result[0] if isinstance(result, tuple) else result
         if self.model.training:
             self._recorded.append((self.state.global_step, "loss", loss.detach()))
-            replicated = self.args.world_size > 1 and not self.args.fsdp
-            if (
-                replicated
-                and self._phases is not None
-                and self._phases.frozen(self.state.global_step)
-            ):
+            is_replicated = self.args.world_size > 1 and not self.args.fsdp
+            phases = self._phases
+            if is_replicated and phases is not None and phases.frozen(self.state.global_step):
                 # DDP waits for a gradient of every parameter, so keep frozen predictors in the graph
-                return loss + 0.0 * sum(
-                    (p.sum() for p in predictor_parameters(self.model)), start=0.0
-                )
+                sums = (parameter.sum() for parameter in predictor_parameters(self.model))
+                return loss + 0.0 * sum(sums, start=0.0)
         return result
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
@@ -291,21 +287,19 @@ class SPKVTrainer(Trainer):
         fail; at 1e30, all logits are equal and the run ends with the NLL of a uniform guess. Raises ``UserError``.
         """
         parameters = dict(self.model.named_parameters())
-        sizes = {name: _largest(p) for name, p in parameters.items()}
-        states = {
-            name: map(_largest, self.optimizer.state.get(p, {}).values())
-            for name, p in parameters.items()
-        }
-        bad = next(
-            (name for name in sizes if not all(map(math.isfinite, (sizes[name], *states[name])))),
-            None,
-        )
-        if sum_over_processes(torch.tensor(float(bad is not None))) > 0:
-            self._stop(f"weight {bad}" if bad else "weight of another process", math.nan)
-        # Among those that are trained
-        name = max(
-            (name for name, p in parameters.items() if p.requires_grad), key=sizes.__getitem__
-        )
+        sizes = {name: _largest(parameter) for name, parameter in parameters.items()}
+        not_finite = None
+        for name, parameter in parameters.items():
+            state = self.optimizer.state.get(parameter, {})
+            if not all(map(math.isfinite, (sizes[name], *map(_largest, state.values())))):
+                not_finite = name
+                break
+        if sum_over_processes(torch.tensor(float(not_finite is not None))) > 0:
+            what = "weight of another process" if not_finite is None else f"weight {not_finite}"
+            self._stop(what, math.nan)
+        # Look for explosion only among weights that are trained
+        trained = [name for name, parameter in parameters.items() if parameter.requires_grad]
+        name = max(trained, key=sizes.__getitem__)
         if sum_over_processes(torch.tensor(float(sizes[name] > self._max_weight))) > 0:
             self._stop(f"largest weight, of {name},", sizes[name])
 
