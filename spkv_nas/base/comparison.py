@@ -1,6 +1,7 @@
 """Compare results by value, where a dataclass's own comparison fails on arrays and data frames."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -31,14 +32,19 @@ def _is_equal(first: Any, second: Any) -> bool:
     if hasattr(first, "equals") or hasattr(second, "equals"):
         return type(first) is type(second) and bool(first.equals(second))
     if isinstance(first, dict) and isinstance(second, dict):
-        return first.keys() == second.keys() and _is_equal(
-            list(first.values()), [second[key] for key in first]
-        )
+        return _are_equal_dicts(first, second)
     if isinstance(first, list | tuple) and type(first) is type(second):
         return len(first) == len(second) and all(map(_is_equal, first, second))
     if isinstance(first, float) and isinstance(second, float) and math.isnan(first):
         return math.isnan(second)
     return bool(first == second)
+
+
+def _are_equal_dicts(first: Mapping[Any, Any], second: Mapping[Any, Any]) -> bool:
+    """Return whether two mappings have equal keys and values."""
+    if first.keys() != second.keys():
+        return False
+    return all(_is_equal(value, second[key]) for key, value in first.items())
 
 
 def _are_equal_arrays(first: np.ndarray, second: np.ndarray) -> bool:

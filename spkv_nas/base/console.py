@@ -23,7 +23,8 @@ from spkv_nas.base.errors import printable
 
 PACKAGE = Path(__file__).parent.parent
 _UNLIMITED = 1 << 16  # columns, where output is not a terminal
-_NO_READER = 141  # exit code, as shells report of programs that SIGPIPE ends; 1 would be an answer of some commands
+# Exit code, as shells report of programs that SIGPIPE ends; 1 would be an answer of some commands
+_NO_READER = 141
 
 
 class NoReader(SystemExit):

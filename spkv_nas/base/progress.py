@@ -30,7 +30,8 @@ SECONDS = "seconds"
 _TRUST = 0.1  # part of a step after which its own speed counts as much as the expected one
 _RISE = 1.5  # multiple of the lowest time left so far
 _NEWS = 3.0  # multiple of it that is shown at once: something changed
-_MOST = 0.9  # part of the expected time after which a step that counts nothing is said to be nearly done
+# Part of the expected time after which a step that counts nothing is said to be nearly done
+_MOST = 0.9
 
 
 class Bar(Protocol):

@@ -54,7 +54,8 @@ _ARGUMENTS = (".yaml", ".yml")  # recipes and layouts: always arguments of the c
 DISTRIBUTED = ("train", "train-hybrid", "probe", "evaluate", "score")
 # Names itself in a RuntimeError that has no class of its own
 _CPU_ALLOCATOR = "DefaultCPUAllocator"
-OTHERS_WAIT = 5.0  # seconds before other ranks report an error: rank 0 prints shared ones, then torchrun ends them
+# Seconds before other ranks report an error: rank 0 prints shared ones, then torchrun ends them
+OTHERS_WAIT = 5.0
 # Evaluation of a plain ``spkv-nas evaluate``
 NLL = Command("nll", runner(NLLOptions), distributed=True)
 EVALUATIONS = registry.Registry("spkv_nas.evaluations", "evaluation", Command, (NLL,))

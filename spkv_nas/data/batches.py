@@ -123,7 +123,8 @@ def shuffled_batches(
 class BlockOrder:
     """Order of a text's blocks over the epochs of a run."""
 
-    permutation: Permutation  # order of the ``num_blocks`` blocks in an epoch, ``mixed_order`` or ``library_order``
+    # Order of the ``num_blocks`` blocks in an epoch, ``mixed_order`` or ``library_order``
+    permutation: Permutation
     num_blocks: int  # number of blocks
     seed: int  # seed of the order
     per_epoch: int  # number of blocks that are read per epoch; the others are skipped

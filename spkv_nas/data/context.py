@@ -8,7 +8,8 @@ from spkv_nas.data.sources import Document, encode_documents
 from spkv_nas.data.tokenizer import Tokenizer
 
 SAMPLED_DOCUMENTS = 256  # of a text, whose lengths choose the context
-FAR_SHARE = 0.1  # least share of a text's tokens with half a context or more of their own document before them
+# Least share of a text's tokens with half a context or more of their own document before them
+FAR_SHARE = 0.1
 # Tokens, which have two windows that are measured: 32 and 64 keys (``window_costs``)
 SHORTEST = 128
 _CHARACTERS = 8  # read of a document per token of the longest context; few tokenizers reach 6

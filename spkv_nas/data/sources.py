@@ -48,7 +48,8 @@ class Document:
     name: str  # name to show
     # Index, from 0, of a piece of a longer text, whose name it has; None for a whole text
     piece: int | None = None
-    whole: str = ""  # id of that longer text, or a hash of its name if it is never read whole; empty for a whole text
+    # Id of that longer text, or a hash of its name if it is never read whole; empty for a whole text
+    whole: str = ""
     is_chat: bool = False  # whether the text is the JSON of a chat (``chats``), which is never cut
 
     @cached_property
@@ -233,9 +234,8 @@ def _read(
             yield _document(text)
             num_documents += 1
             num_read += text.size
-            if progress is None or not total or num_documents <= ENOUGH:
-                continue
-            if 1000 * (num_read - last_reported) >= total:
+            is_due = 1000 * (num_read - last_reported) >= total > 0
+            if progress is not None and is_due and num_documents > ENOUGH:
                 progress(int(min(num_read, total)) // 1000, total // 1000)
                 last_reported = num_read
     if progress is not None and total and num_documents > ENOUGH:

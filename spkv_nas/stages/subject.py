@@ -80,8 +80,10 @@ class Subject:
     """Checkpoint to measure, with the user's text or a recipe's held-out text."""
 
     source: str  # model folder, Hub id or "embedded:NAME"
-    family: str  # name of the model's layouts and other results: its recipe's, the embedded models', or its folder's
-    name: str  # of the results: ``family``, or one distinct from the demo's for an embedded model on custom text
+    # Name of the model's layouts and other results: its recipe's, the embedded models', or its folder's
+    family: str
+    # Of the results: ``family``, or one distinct from the demo's for an embedded model on custom text
+    name: str
     recipe: Recipe  # its held-out text is used without ``data``
     base: Path  # folder of the recipe's relative paths
     options: SubjectOptions  # text, block size and device

@@ -101,7 +101,8 @@ class Questions:
                 *questions.documents,
                 *(t for q in questions.questions for t in (q.text, *q.answers)),
             ):
-                text.encode()  # fails for what a tokenizer does not encode: other types, and lone surrogates
+                # Fails for what a tokenizer does not encode: other types, and lone surrogates
+                text.encode()
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             if isinstance(error, errors.UserError):
                 raise

@@ -31,7 +31,8 @@ class Sample:
     answer_prefix: str  # beginning of the answer, on a line of its own
     answers: tuple[str, ...]  # the answer must contain all, for questions on documents any of them
     num_tokens: int  # tokens of prompt and prefix, including special tokens
-    new_tokens: int  # maximum tokens to generate: RULER's number, or that of the answer if the tokenizer needs more
+    # Maximum tokens to generate: RULER's number, or that of the answer if the tokenizer needs more
+    new_tokens: int
 
     @property
     def text(self) -> str:
