@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
@@ -30,6 +29,7 @@ from spkv_nas.model import (
     modes,
     placement,
 )
+from spkv_nas.model.attention_calls import Keywords
 from spkv_nas.model.cache_layers import attention_indices, cache_layers
 from spkv_nas.model.generation_cache import SPKVCache, check_states
 from spkv_nas.model.snapshot import Snapshot, unchanged_on_failure
@@ -155,19 +155,19 @@ def gate_rows(model: PreTrainedModel, config: GateConfig) -> list[str | None]:
     Raises ``UserError`` if ``config.heads`` does not fit the model.
     """
     states = attention.layer_states(model)
-    local = {i for i, state in enumerate(states) if state.is_always_local}
     if config.heads is None:
-        return [
-            None if i in local else GATED * state.num_kv_heads for i, state in enumerate(states)
-        ]
-    # Check the configured rows
-    check_rows("the grid of the gates' heads", [*map(len, config.heads)], model)
-    wrong = [i for i in local if set(config.heads[i]) != {LOCAL}]
-    if wrong:
-        raise UserError(
-            f"layer {wrong[0]} has a native sliding window: its row in the gates' heads must be all {LOCAL}"
-        )
-    return [None if i in local else row for i, row in enumerate(config.heads)]
+        configured = [GATED * state.num_kv_heads for state in states]
+    else:
+        configured = list(config.heads)
+        check_rows("the grid of the gates' heads", [*map(len, configured)], model)
+    rows: list[str | None] = []
+    for index, (state, row) in enumerate(zip(states, configured, strict=True)):
+        if config.heads is not None and state.is_always_local and set(row) != {LOCAL}:
+            raise UserError(
+                f"layer {index} has a native sliding window: its row in the gates' heads must be all {LOCAL}"
+            )
+        rows.append(None if state.is_always_local else row)
+    return rows
 
 
 def install_gates(
@@ -210,21 +210,26 @@ def _hook_layers(model: PreTrainedModel) -> None:
         if error.__cause__ is not None:  # raised by the model, perhaps without SP-KV attention, too
             _check_runs(model, before)
         raise
+    # Of several calls with the same keys, the first one is of the layer that computed them
     sources = [next(other for other in calls if other.keys is call.keys) for call in calls]
-    _check_layers(
-        model, [call for call, source in zip(calls, sources, strict=True) if call is source]
-    )
+    with_sources = list(zip(calls, sources, strict=True))
+    _check_layers(model, [call for call, source in with_sources if call is source])
     # Install state and hooks
     settings = attention.GateSettings()
-    for call, source in zip(calls, sources, strict=True):
+    for call, source in with_sources:
         if source is call:
-            state = attention.LayerState(call.num_kv_heads, call.native_window, settings)
-            state.head_dim = call.head_dim
-            state.expanded_dim = call.expanded_dim
+            state = attention.LayerState(
+                num_kv_heads=call.num_kv_heads,
+                native_window=call.native_window,
+                settings=settings,
+                head_dim=call.head_dim,
+                expanded_dim=call.expanded_dim,
+            )
             attention.install(call.module, state)
         else:
-            attention.layer_state(source.module).num_readers += 1
-            attention.install(call.module, attention.layer_state(source.module), source.module)
+            state = attention.layer_state(source.module)
+            state.num_readers += 1
+            attention.install(call.module, state, source.module)
     local_layers.mark_local_layers(attention.layer_states(model))
     prepare(model, before)
 
@@ -237,14 +242,14 @@ def prepare(
     A forward pass creates a cache only on request, and ``generate`` creates one that the model can use. ``detach``
     restores ``attn_implementation`` (None: "sdpa") and ``use_cache``, by default the current one.
     """
-    before = model.register_forward_pre_hook(_check_call, with_kwargs=True)
-    after = model.register_forward_hook(attention_calls.forget_documents, always_call=True)
-    text = model.config.get_text_config()  # a vision-language model has its cache in this part
-    model._spkv_before = (
-        attn_implementation,
-        (before, after),
-        text.use_cache if use_cache is None else use_cache,
+    handles = (
+        model.register_forward_pre_hook(_check_call, with_kwargs=True),
+        model.register_forward_hook(attention_calls.forget_documents, always_call=True),
     )
+    text = model.config.get_text_config()  # a vision-language model has its cache in this part
+    if use_cache is None:
+        use_cache = text.use_cache
+    model._spkv_before = (attn_implementation, handles, use_cache)
     model._spkv_states = attention.layer_states(model)
     model._spkv_shares_keys = any(state.num_readers for state in model._spkv_states)
     model._prepare_cache_for_generation = partial(_prepare_cache, model)
@@ -254,9 +259,9 @@ def prepare(
 def _prepare_cache(
     model: PreTrainedModel,
     config: GenerationConfig,
-    model_kwargs: dict[str, Any],
+    model_kwargs: Keywords,
     mode: GenerationMode,
-    *_: Any,
+    *_: object,
 ) -> None:
     """Create an ``SPKVCache`` in ``generate``, whose method this replaces, unless the caller gives one.
 
@@ -265,7 +270,8 @@ def _prepare_cache(
     """
     if mode == GenerationMode.ASSISTED_GENERATION:
         raise UserError(f"this model has gates or a layout: {layer_cache.NOT_ASSISTED}")
-    if isinstance(cache := model_kwargs.get("past_key_values"), Cache):
+    cache = model_kwargs.get("past_key_values")
+    if isinstance(cache, Cache):
         cache._is_user_defined = True  # generate then keeps it up to date
         return
     if config.use_cache and not _can_cache(model):
@@ -287,29 +293,26 @@ def _prepare_cache(
 def _can_cache(model: PreTrainedModel) -> bool:
     """Return whether gates are open or hard and ``SPKVCache`` can hold what they keep; True for a layout."""
     gated = [state for state in attention.layer_states(model) if state.gate_window is not None]
+    if not gated:
+        return True
+    if gated[0].settings.mode not in ("open", "hard"):
+        return False
     try:
-        return not gated or (
-            gated[0].settings.mode in ("open", "hard") and len(SPKVCache(model).layers) > 0
-        )
+        return len(SPKVCache(model).layers) > 0
     except UserError:
         return False
 
 
 def _check_call(
-    model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Any, dict[str, Any]]:
+    model: PreTrainedModel, args: tuple[object, ...], kwargs: Keywords
+) -> tuple[tuple[object, ...], Keywords]:
     """Refuse calls that SP-KV attention would compute wrongly; add an ``SPKVCache`` if a cache is requested."""
-    if args:  # name the positional arguments
-        args, kwargs = (
-            (),
-            dict(zip(inspect.signature(model.forward).parameters, args, strict=False)) | kwargs,
-        )
-    # Check the attention function and its inputs
-    chosen = model.config._attn_implementation
-    if chosen != "spkv":
-        raise UserError(
-            f"attn_implementation '{chosen}' ignores gates and windows: call detach(model) first"
-        )
+    # Name the positional arguments
+    if args:
+        names = inspect.signature(model.forward).parameters
+        kwargs = dict(zip(names, args, strict=False)) | kwargs
+        args = ()
+    _check_implementation(model)
     attention_calls.CALL.has_positions = kwargs.get("position_ids") is not None
     attention_calls.forget_documents()  # of a call that was interrupted
     # Check the cache, for which the config asks where the call does not say
@@ -320,10 +323,7 @@ def _check_call(
     cache = _usable_cache(model, kwargs)
     stores = cache is not None or bool(uses_cache)
     num_cached = 0 if cache is None else cache.get_seq_length()
-    if kwargs.get("output_attentions") or getattr(model.config, "output_attentions", False):
-        raise UserError(
-            "SP-KV attention computes no attention weights: leave output_attentions off"
-        )
+    _refuse_weights_as_output(model, kwargs)
     # Check mask, positions and documents
     if not torch.compiler.is_compiling():
         kwargs = call_inputs.check_inputs(model, kwargs, num_cached, stores)
@@ -336,7 +336,24 @@ def _check_call(
     return args, kwargs
 
 
-def _usable_cache(model: PreTrainedModel, kwargs: dict[str, Any]) -> SPKVCache | None:
+def _check_implementation(model: PreTrainedModel) -> None:
+    """Raise ``UserError`` if a hooked model has another attention function."""
+    chosen = model.config._attn_implementation
+    if chosen != "spkv":
+        raise UserError(
+            f"attn_implementation '{chosen}' ignores gates and windows: call detach(model) first"
+        )
+
+
+def _refuse_weights_as_output(model: PreTrainedModel, kwargs: Keywords) -> None:
+    """Raise ``UserError`` for a call that asks for attention weights."""
+    if kwargs.get("output_attentions") or getattr(model.config, "output_attentions", False):
+        raise UserError(
+            "SP-KV attention computes no attention weights: leave output_attentions off"
+        )
+
+
+def _usable_cache(model: PreTrainedModel, kwargs: Keywords) -> SPKVCache | None:
     """Return the cache of a call, if there is one. Raises ``UserError`` unless the call can read and fill it."""
     cache = kwargs.get("past_key_values")
     uses_cache = kwargs.get("use_cache")
@@ -346,14 +363,7 @@ def _usable_cache(model: PreTrainedModel, kwargs: dict[str, Any]) -> SPKVCache |
         raise UserError(
             "use_cache=False with a cache would store every token twice: leave use_cache out"
         )
-    if any(
-        module.training and getattr(module, "gradient_checkpointing", False)
-        for module in model.modules()
-    ):
-        raise UserError(
-            "activation checkpointing in training mode drops the cache, so tokens would not see earlier ones: call "
-            "model.eval() before, and model.train() after, or give use_cache=False"
-        )
+    _check_keeps_cache(model)
     if cache is None:
         return None
     if not isinstance(cache, SPKVCache):
@@ -363,23 +373,29 @@ def _usable_cache(model: PreTrainedModel, kwargs: dict[str, Any]) -> SPKVCache |
     return cache
 
 
-def _with_all_queries(model: PreTrainedModel, kwargs: dict[str, Any]) -> dict[str, Any]:
+def _check_keeps_cache(model: PreTrainedModel) -> None:
+    """Raise ``UserError`` for activation checkpointing in training mode, with which layers get no cache."""
+    training = (module for module in model.modules() if module.training)
+    if any(getattr(module, "gradient_checkpointing", False) for module in training):
+        raise UserError(
+            "activation checkpointing in training mode drops the cache, so tokens would not see earlier ones: call "
+            "model.eval() before, and model.train() after, or give use_cache=False"
+        )
+
+
+def _with_all_queries(model: PreTrainedModel, kwargs: Keywords) -> Keywords:
     """Name the kept logits by their indices, because layers that share keys compute only those of a number.
 
     Gemma 4 passes such a number of queries to them, for which it slices a mask of another form than ours.
     """
     num_kept = kwargs.get("logits_to_keep", 0)
     tokens = call_inputs.new_tokens(kwargs)
-    is_number = (
-        isinstance(num_kept, int)
-        and "logits_to_keep" in inspect.signature(model.forward).parameters
-    )
-    if tokens is None or not is_number:
+    if tokens is None or not isinstance(num_kept, int):
         return kwargs
-    return {
-        **kwargs,
-        "logits_to_keep": torch.arange(tokens.shape[1], device=tokens.device)[-num_kept:],
-    }
+    if "logits_to_keep" not in inspect.signature(model.forward).parameters:
+        return kwargs
+    indices = torch.arange(tokens.shape[1], device=tokens.device)
+    return {**kwargs, "logits_to_keep": indices[-num_kept:]}
 
 
 def _check_runs(model: PreTrainedModel, attn_implementation: str | None) -> None:
@@ -409,9 +425,11 @@ def _check_layers(model: PreTrainedModel, calls: Sequence[attention_calls.Record
 @torch.no_grad()
 def _run(model: PreTrainedModel) -> attention_calls.Recording:
     """Run one forward pass over 2 tokens, and return the recorded attention calls."""
-    tokens = torch.zeros(1, 2, dtype=torch.long, device=placement.input_device(model))
+    device = placement.input_device(model)
+    tokens = torch.zeros(1, 2, dtype=torch.long, device=device)
+    mask = torch.ones_like(tokens)
     with modes.evaluation_mode(model), attention_calls.watch_calls() as recording:
-        model(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False)
+        model(input_ids=tokens, attention_mask=mask, use_cache=False)
     return recording
 
 
@@ -426,9 +444,17 @@ def dry_run(model: PreTrainedModel) -> list[attention_calls.RecordedCall]:
         expected = len(attention_indices(cache_layers(model.config)))
     except UserError as error:
         raise UserError(f"{type(model).__name__}: {error}") from error
-    # Run the model
+    # Run the model, and compare with the layers that compute attention
+    recording = _checked_run(model)
+    _check_reached(model, recording.calls, expected)
+    _check_limits(model, recording)
+    return recording.calls
+
+
+def _checked_run(model: PreTrainedModel) -> attention_calls.Recording:
+    """Do as ``_run``. Raises ``UserError`` for any error, such as of a model that runs with its own attention only."""
     try:
-        recording = _run(model)
+        return _run(model)
     except UserError:
         raise
     except Exception as error:
@@ -440,36 +466,44 @@ def dry_run(model: PreTrainedModel) -> list[attention_calls.RecordedCall]:
         raise UserError(
             f"{type(model).__name__} cannot run with SP-KV attention: {first_line(error)}"
         ) from error
-    # Compare with the layers that compute attention
-    text = model.config.get_text_config()
-    calls = recording.calls
-    reached = len({id(call.module) for call in calls})
+
+
+def _check_reached(
+    model: PreTrainedModel, calls: list[attention_calls.RecordedCall], expected: int
+) -> None:
+    """Raise ``UserError`` unless the ``expected`` attention layers of a model made one call each."""
+    num_layers = len({id(call.module) for call in calls})
     num_sources = len({id(call.keys) for call in calls})
-    if not calls or num_sources != expected or len(calls) != reached:
-        reason = "its class does not use the attention interface of transformers, so gates would have no effect"
-        if calls:
-            miscounted = layer_places.miscounted(model, [call.module for call in calls])
-            reason = miscounted or layer_places.own_config(model) or reason
-        if len(calls) > min(expected, reached):
-            reason = "a layer that is repeated, or has several attentions, has no single choice for each of its heads"
-        raise UserError(
-            f"{type(model).__name__}: its {expected} attention layers called the attention function {len(calls)} times "
-            f"with {num_sources} sets of keys; SP-KV needs each layer exactly once\n{reason}"
-        )
-    # Compare with the limits of the masks. Some models make masks that none of their kinds of layers uses, and nothing
-    # exceeds a limit of as many keys as the model has positions
-    layer_types = getattr(text, "layer_types", None) or []
-    uses_them = not layer_types or any(
-        "sliding" in kind or "chunked" in kind for kind in layer_types
+    if calls and num_sources == expected and len(calls) == num_layers:
+        return
+    reason = "its class does not use the attention interface of transformers, so gates would have no effect"
+    if calls:
+        miscounted = layer_places.miscounted(model, [call.module for call in calls])
+        reason = miscounted or layer_places.own_config(model) or reason
+    if len(calls) > min(expected, num_layers):
+        reason = "a layer that is repeated, or has several attentions, has no single choice for each of its heads"
+    raise UserError(
+        f"{type(model).__name__}: its {expected} attention layers called the attention function {len(calls)} times "
+        f"with {num_sources} sets of keys; SP-KV needs each layer exactly once\n{reason}"
     )
+
+
+def _check_limits(model: PreTrainedModel, recording: attention_calls.Recording) -> None:
+    """Raise ``UserError`` if a mask limits attention to fewer keys than its layer told the attention function."""
+    text = model.config.get_text_config()
+    # Some models make masks that none of their kinds of layers uses
+    layer_types = getattr(text, "layer_types", None) or []
+    has_limits = any("sliding" in kind or "chunked" in kind for kind in layer_types)
+    if layer_types and not has_limits:
+        return
+    # Nothing exceeds a limit of as many keys as the model has positions
     longest = getattr(text, "max_position_embeddings", None) or attention.GLOBAL_WINDOW
-    limits = [limit for limit in recording.undeclared_windows if uses_them and limit < longest]
+    limits = [limit for limit in recording.undeclared_windows if limit < longest]
     if limits:
         raise UserError(
             f"{type(model).__name__}: its mask alone limits attention to {limits[0]} keys, as chunked attention does, "
             "which SP-KV attention does not compute"
         )
-    return calls
 
 
 def check_hooks(calls: list[attention_calls.RecordedCall], what: str) -> None:
@@ -485,12 +519,10 @@ def check_hooks(calls: list[attention_calls.RecordedCall], what: str) -> None:
         saved = (state.num_kv_heads, state.native_window)
         actual = (call.num_kv_heads, call.native_window)
         if saved != actual:
-            raise UserError(
+            message = (
                 f"{what}: section 'spkv' of its config gives attention layer {index} {saved[0]} KV heads and "
                 f"the window {saved[1]}; it has {actual[0]} and {actual[1]}"
-                + (
-                    " (its heads share one latent, so a layout has one letter per layer)"
-                    if call.expanded_dim
-                    else ""
-                )
             )
+            if call.expanded_dim:
+                message += " (its heads share one latent, so a layout has one letter per layer)"
+            raise UserError(message)

@@ -21,10 +21,14 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from spkv_nas.artifacts import gate_config, local_layers
 from spkv_nas.base.errors import UserError
 from spkv_nas.model import attention_calls
+from spkv_nas.model.attention_calls import Keywords
 from spkv_nas.model.gates import FixedGates, Gate, UtilityPredictor, gate_from_logits, priced
 from spkv_nas.model.learned_sinks import chosen_sink_logits, layer_learned_sinks
 
 GLOBAL_WINDOW = 1 << 30  # longer than any sequence
+
+# Function that gets a layer's index, its logits [B, Hkv, T], and which tokens are text, bool [B, T]
+LogitsObserver = Callable[[int, Tensor, Tensor], None]
 
 
 class Observer(ABC):
@@ -80,17 +84,16 @@ class LayerState:
     """State of the hook of one attention layer, stored on the layer so that copies of the model keep it."""
 
     num_kv_heads: int  # KV heads of the layer
-    native_window: (
-        int | None
-    )  # sliding window of this layer in the checkpoint; None: full attention
-    # gate settings of the model, the same object in all of its layers
+    # Sliding window of this layer in the checkpoint; None: full attention
+    native_window: int | None
+    # Gate settings of the model, the same object in all of its layers
     settings: GateSettings = field(default_factory=GateSettings)
-    # window of each KV head, from a layout, or for a layer without gated heads; None: gates decide
+    # Window of each KV head, from a layout, or for a layer without gated heads; None: gates decide
     windows: tuple[int, ...] | None = None
     gate_window: int | None = None  # window w of the gates, in keys; None: no gates
-    # number of first tokens that each KV head sees besides its window, from a layout or of gates; empty: 0
+    # Number of first tokens that each KV head sees besides its window, from a layout or of gates; empty: 0
     sinks: tuple[int, ...] = ()
-    # whether the layer's learned sinks act, which belong to the layout that they were added to
+    # Whether the layer's learned sinks act, which belong to the layout that they were added to
     learned_sinks: bool = False
     # Called with each pass's queries, keys and values
     observer: Observer | ObserverFunction | None = None
@@ -98,11 +101,14 @@ class LayerState:
     softcap: float | None = None  # cap of the scores in the pass that ``observer`` sees
     # Whether all heads keep the native window in every layout (local_layers.py)
     is_always_local: bool = False
-    # channels of a head in the cache, the most of its keys and values; 0 before a dry run
+    # Channels of a head in the cache, the most of its keys and values; 0 before a dry run
     head_dim: int = 0
     # Channels of a head, if all are expanded from a latent, which is one KV head; 0: none is
     expanded_dim: int = 0
-    _tensors: dict[Any, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
+    # Values of heads on a GPU, by (values, device)
+    _tensors: dict[tuple[tuple[int, ...], torch.device], Tensor] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         """Remember the window that the layer asks for, even if ``native_window`` is changed to replace it."""
@@ -131,9 +137,9 @@ class LayerState:
         """
         if self.windows is not None:
             return self.windows
-        window = (
-            self.gate_window if gated and self.gate_window is not None else self.checkpoint_window
-        )
+        window = self.checkpoint_window
+        if gated and self.gate_window is not None:
+            window = self.gate_window
         return (window,) * self.num_kv_heads
 
     def operator_window(
@@ -156,11 +162,9 @@ class LayerState:
         They are one int unless a layer has heads with its native window, because heads that see all keys also see the
         first ones.
         """
-        return (
-            self.local_sinks
-            if self.native_window is None
-            else self._by_head(self._layout_sinks(), device)
-        )
+        if self.native_window is None:
+            return self.local_sinks
+        return self._by_head(self._layout_sinks(), device)
 
     def _layout_sinks(self) -> tuple[int, ...]:
         """Return the sink tokens of each KV head whose window a layout limits; empty where gates decide."""
@@ -180,10 +184,9 @@ class LayerState:
         # Create the tensor once per device
         key = (values, device)
         if key not in self._tensors:
+            # Keep the latest one, because windows and sinks take turns
+            self._tensors = dict(list(self._tensors.items())[-1:])
             with torch.inference_mode(False):  # a later backward pass may save it
-                self._tensors = dict(
-                    list(self._tensors.items())[-1:]
-                )  # windows and sinks take turns
                 self._tensors[key] = torch.tensor(values, device=device)
         return self._tensors[key]
 
@@ -249,7 +252,9 @@ def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
 def hooked_layers(model: nn.Module) -> dict[str, nn.Module]:
     """Return the ``attention_layers`` of a model, and those that read their keys."""
     return {
-        name: m for name, m in model.named_modules() if isinstance(vars(m).get("spkv"), LayerState)
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(vars(module).get("spkv"), LayerState)
     }
 
 
@@ -284,11 +289,6 @@ def layer_predictor(layer: nn.Module) -> UtilityPredictor | FixedGates | None:
     return predictor
 
 
-LogitsObserver = Callable[
-    [int, Tensor, Tensor], None
-]  # gets a layer's index, logits and text tokens
-
-
 def watch_logits(model: nn.Module, see: LogitsObserver) -> ExitStack:
     """Call ``see(layer, logits [B, Hkv, T], is_text)`` each time that the gates of an attention layer run.
 
@@ -300,19 +300,19 @@ def watch_logits(model: nn.Module, see: LogitsObserver) -> ExitStack:
     for index, layer in enumerate(attention_layers(model).values()):
         predictor = layer_predictor(layer)
         if predictor is not None:
-            stack.callback(
-                predictor.register_forward_hook(_hook(index, see), with_kwargs=True).remove
-            )
+            handle = predictor.register_forward_hook(_hook(index, see), with_kwargs=True)
+            stack.callback(handle.remove)
     return stack
 
 
-def _hook(
-    layer: int, see: LogitsObserver
-) -> Callable[[nn.Module, Any, dict[str, Any], Tensor], None]:
+def _hook(layer: int, see: LogitsObserver) -> Callable[..., None]:
     """Make the forward hook of a predictor."""
 
-    def hook(_module: nn.Module, _args: Any, kwargs: dict[str, Any], logits: Tensor) -> None:
-        if torch._C._current_graph_task_id() == -1:  # no backward pass runs
+    def hook(
+        _predictor: nn.Module, _args: tuple[object, ...], kwargs: Keywords, logits: Tensor
+    ) -> None:
+        is_in_backward = torch._C._current_graph_task_id() != -1
+        if not is_in_backward:
             see(layer, logits, kwargs["is_text"])
 
     return hook
@@ -345,8 +345,8 @@ def added_modules(layer: nn.Module) -> dict[str, nn.Module | None]:
 
 
 def _pre_hook(
-    layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Any, dict[str, Any]]:
+    layer: nn.Module, args: tuple[Any, ...], kwargs: Keywords
+) -> tuple[tuple[Any, ...], Keywords]:
     """Add an ``AttentionCall`` with the layer's state, cache, gate and learned sinks to its keyword arguments."""
     state = layer_state(layer)
     cache = _cache_layer(layer, kwargs)
@@ -375,7 +375,7 @@ def _pre_hook(
     return args, {**kwargs, attention_calls.CALL_KEYWORD: call}
 
 
-def _cache_layer(layer: nn.Module, kwargs: dict[str, Any]) -> CacheLayer | None:
+def _cache_layer(layer: nn.Module, kwargs: Keywords) -> CacheLayer | None:
     """Return the part of an ``SPKVCache`` that belongs to a layer, or to the layer whose keys it reads.
 
     None if the call has no cache. Raises ``UserError`` for any other cache.
@@ -403,7 +403,7 @@ def _compute_gate(
     hidden_states: Tensor,
     starts: Tensor | None,
     begins_text: bool,
-    kwargs: dict[str, Any],
+    kwargs: Keywords,
 ) -> Gate | None:
     """Compute the gate of a layer from its input [B, T, C]; None where windows override it.
 
@@ -419,7 +419,7 @@ def _compute_gate(
     return gate_from_logits(logits, settings.mode, settings.tau, settings.anneal, settings.p_min)
 
 
-def cache_error(cache: Any) -> UserError:
+def cache_error(cache: object) -> UserError:
     """Make the error for a cache that is no ``SPKVCache``."""
     return UserError(
         f"SP-KV attention cannot use a {type(cache).__name__}, which would store every key: generate with "
@@ -475,7 +475,7 @@ def _check_window(state: LayerState, window: int | None) -> None:
         )
 
 
-def _complete_call(call: AttentionCall, key: Tensor, kwargs: dict[str, Any]) -> AttentionCall:
+def _complete_call(call: AttentionCall, key: Tensor, kwargs: Keywords) -> AttentionCall:
     """Add what the layer itself passes, and the gate that readers of ``key`` [B, Hkv, T, D] share with its layer."""
     gate = call.gate
     if call.state.num_readers and call.state.gate_window is not None:
@@ -499,7 +499,7 @@ def _attend_over_cache(
     v: Tensor,
     mask: Tensor | None,
     scale: float,
-    kwargs: dict[str, Any],
+    kwargs: Keywords,
 ) -> Tensor:
     """Attend over the layer's part of the cache, which stores what gates keep; return [B, Hq, T, D]."""
     if kwargs.get("cu_seq_lens_q") is not None or kwargs.get("seq_idx") is not None:

@@ -28,10 +28,21 @@ _USED = {
 # Without effect on attention: positions are in q and k already, ``call_inputs`` compares the documents' other inputs,
 # masks tell of images, and the rest is about outputs and losses, or comes from ``generate``, as its tokenizer does
 _WITHOUT_EFFECT = {
-    "position_ids", "cache_position", "use_cache", "output_hidden_states", "output_router_logits", "num_items_in_batch",
-    "shift_labels", "ignore_index", "token_type_ids", "mm_token_type_ids", "cu_seq_lens_k", "max_length_q",
-    "max_length_k", "tokenizer",
-}  # fmt: skip
+    "position_ids",
+    "cache_position",
+    "use_cache",
+    "output_hidden_states",
+    "output_router_logits",
+    "num_items_in_batch",
+    "shift_labels",
+    "ignore_index",
+    "token_type_ids",
+    "mm_token_type_ids",
+    "cu_seq_lens_k",
+    "max_length_q",
+    "max_length_k",
+    "tokenizer",
+}
 _FEATURES = {
     "sinks": "sink logits per token",
     "position_bias": "a position bias",
@@ -39,6 +50,7 @@ _FEATURES = {
     "indices": "sparse attention",
     "block_indices": "sparse attention",
 }
+Keywords = dict[str, Any]  # keyword arguments of a call of a model or a layer
 OWN_MASK = (
     "attention_mask is an attention mask of its own, which SP-KV attention would ignore: give the padding mask [batch, "
     "tokens], or packed documents by position_ids that start again"
@@ -72,10 +84,9 @@ class RecordedCall:
 class Recording:
     """Hold what a model asked of the attention function and of its mask function."""
 
-    calls: list[RecordedCall] = field(
-        default_factory=list
-    )  # calls of the attention function, in order
-    # numbers of recent keys to which masks limit attention: sliding windows, and chunks
+    # Calls of the attention function, in order
+    calls: list[RecordedCall] = field(default_factory=list)
+    # Numbers of recent keys to which masks limit attention: sliding windows, and chunks
     mask_windows: set[int] = field(default_factory=set)
 
     @property
@@ -112,27 +123,49 @@ def watch_calls() -> Iterator[Recording]:
 
 def record_call(module: nn.Module, keys: Tensor, values: Tensor, native_window: int | None) -> None:
     """Record a call of the attention function if calls are being recorded."""
-    if not torch.compiler.is_compiling() and (recording := _RECORDING.get()) is not None:
-        head_dim = max(keys.shape[-1], values.shape[-1])
-        latent_dim = getattr(module, "kv_lora_rank", None)
+    if torch.compiler.is_compiling():
+        return
+    recording = _RECORDING.get()
+    if recording is None:
+        return
+    head_dim = max(keys.shape[-1], values.shape[-1])
+    expanded_dim = 0
+    latent_dim = getattr(module, "kv_lora_rank", None)
+    if latent_dim is not None:
         # Multi-head latent attention stores a latent and a rotary key, half of them as keys and half as values
-        sizes = (
-            (head_dim, 0)
-            if latent_dim is None
-            else (-(-(latent_dim + module.qk_rope_head_dim) // 2), head_dim)
-        )
-        recording.calls.append(RecordedCall(module, keys, sizes[0], native_window, sizes[1]))
+        expanded_dim = head_dim
+        head_dim = (latent_dim + module.qk_rope_head_dim + 1) // 2
+    call = RecordedCall(
+        module=module,
+        keys=keys,
+        head_dim=head_dim,
+        native_window=native_window,
+        expanded_dim=expanded_dim,
+    )
+    recording.calls.append(call)
 
 
-def requested_window(kwargs: dict[str, Any]) -> int | None:
+def _record_mask(window: int | None) -> None:
+    """Record the window of a mask, which a layer may not pass to the attention function, if calls are recorded."""
+    if window is None or torch.compiler.is_compiling():
+        return
+    recording = _RECORDING.get()
+    if recording is not None:
+        recording.mask_windows.add(window)
+
+
+def requested_window(kwargs: Keywords) -> int | None:
     """Return the sliding window among the keyword arguments of an attention call; None: full attention."""
-    return None if (window := kwargs.get("sliding_window")) is None else int(window)
+    window = kwargs.get("sliding_window")
+    return None if window is None else int(window)
 
 
-def refuse_keywords(module: nn.Module, kwargs: dict[str, Any]) -> None:
+def refuse_keywords(module: nn.Module, kwargs: Keywords) -> None:
     """Raise ``UserError`` for keyword arguments of an attention call that the operator would ignore."""
     is_causal = kwargs.get("is_causal")
-    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    if not is_causal:
         raise UserError(_NOT_CAUSAL)
     for keyword, value in kwargs.items():
         if value is None or value is False or keyword in _USED or keyword in _WITHOUT_EFFECT:
@@ -149,7 +182,7 @@ def refuse_tensors(
     value: Tensor,
     attention_mask: Tensor | None,
     dropout: float,
-    cache: Any,
+    cache: object,
 ) -> None:
     """Raise ``UserError`` for tensors of an attention call from which the operator would compute something else."""
     _refuse_mask(attention_mask)
@@ -215,35 +248,42 @@ def padding_mask(
         of each token starts, int64 [B, T].
     """
     is_compiling = torch.compiler.is_compiling()
-    # Record the window, which a layer may not pass to the attention function
-    if local_size is not None and not is_compiling and (recording := _RECORDING.get()) is not None:
-        recording.mask_windows.add(local_size)
+    _record_mask(local_size)
     # Find packed documents; while compiling, transformers takes every batch for packed
+    starts = None
     if not allow_is_causal_skip and (not is_compiling or CALL.has_positions):
-        starts = _packed_starts(
-            batch_size, q_length, q_offset, details["mask_function"], details["device"]
-        )
+        visible = details["mask_function"]
+        starts = _packed_starts(batch_size, q_length, q_offset, visible, details["device"])
         if not is_compiling:
-            _check_mask(starts, details["mask_function"], local_size, kv_length, q_offset)
-        if attention_mask is None:
-            return starts if q_offset == 0 and (is_compiling or bool(starts.any())) else None
-    if attention_mask is None:
-        if not is_compiling:
-            return _DOCUMENTS.get()
-        if CALL.has_positions and allow_is_causal_skip:
-            raise UserError(
-                "this model makes its masks without position_ids, which torch.compile needs: leave them out"
-            )
+            _check_mask(starts, visible, local_size, kv_length, q_offset)
+    if attention_mask is not None:
+        return _token_mask(attention_mask, q_length, q_offset)
+    if starts is not None:
+        if q_offset == 0 and (is_compiling or bool(starts.any())):
+            return starts
         return None
-    if attention_mask.is_meta:  # which has no values
-        return None
-    if attention_mask.shape[1] != q_offset + q_length:
+    if not is_compiling:
+        return _DOCUMENTS.get()
+    if CALL.has_positions and allow_is_causal_skip:
         raise UserError(
-            f"attention_mask has {attention_mask.shape[1]} columns for {q_offset} cached and {q_length} new tokens: "
+            "this model makes its masks without position_ids, which torch.compile needs: leave them out"
+        )
+    return None
+
+
+def _token_mask(mask: Tensor, num_new: int, num_cached: int) -> Tensor | None:
+    """Return which tokens are not padding, bool [B, S], by a mask [B, S], or as without a mask if all of them are."""
+    if mask.is_meta:  # which has no values
+        return None
+    if mask.shape[1] != num_cached + num_new:
+        raise UserError(
+            f"attention_mask has {mask.shape[1]} columns for {num_cached} cached and {num_new} new tokens: "
             "give one for each of them"
         )
-    is_token = attention_mask != 0  # a copy, which callers do not change
-    return _DOCUMENTS.get() if not is_compiling and bool(is_token.all()) else is_token
+    is_token = mask != 0  # a copy, which callers do not change
+    if not torch.compiler.is_compiling() and bool(is_token.all()):
+        return _DOCUMENTS.get()
+    return is_token
 
 
 def _packed_starts(
@@ -255,8 +295,10 @@ def _packed_starts(
     """
     position = num_cached + torch.arange(length, device=device)
     rows = torch.arange(batch, device=device)[:, None]
-    continues = visible(rows, 0, position[1:], position[:-1]).expand(batch, -1)
-    return latest(torch.cat([continues.new_ones(batch, 1), ~continues], 1))
+    sees_previous = visible(rows, 0, position[1:], position[:-1])
+    sees_previous = sees_previous.expand(batch, -1)
+    first = sees_previous.new_ones(batch, 1)
+    return latest(torch.cat([first, ~sees_previous], 1))
 
 
 def _check_mask(
@@ -273,16 +315,17 @@ def _check_mask(
     batch, length = starts.shape
     key = torch.arange(num_keys, device=starts.device)
     rows = torch.arange(batch, device=starts.device)[:, None, None]
-    for query in torch.split(torch.arange(length, device=starts.device)[:, None], _MASK_ROWS):
-        first = starts[:, query.flatten(), None]
-        query = query + num_cached
-        expected = (key <= query) & ((first == 0) | (key >= num_cached + first))
+    for tokens in torch.split(torch.arange(length, device=starts.device)[:, None], _MASK_ROWS):
+        first = starts[:, tokens.flatten(), None]
+        query = num_cached + tokens
+        is_same_document = (first == 0) | (key >= num_cached + first)
+        expected = (key <= query) & is_same_document
         if window is not None:
             expected &= query - key < window
-        found = visible(rows, 0, query, key).expand_as(expected)
-        if bool((found & (key > query)).any()):
+        mask = visible(rows, 0, query, key).expand_as(expected)
+        if bool((mask & (key > query)).any()):
             raise UserError(_NOT_CAUSAL)
-        if not torch.equal(found, expected):
+        if not torch.equal(mask, expected):
             raise UserError(
                 "this batch or model requires a mask of its own (sparse attention, or blocks of tokens), which SP-KV "
                 "attention would ignore: give one document per row, without position_ids"
@@ -294,13 +337,13 @@ def remember_documents(starts: Tensor | None) -> None:
     _DOCUMENTS.set(starts)
 
 
-def forget_documents(*_: Any) -> None:
+def forget_documents(*_: object) -> None:
     """Forget the documents of a call: a hook after it."""
     if not torch.compiler.is_compiling():
         _DOCUMENTS.set(None)
 
 
-def document_starts(mask: Tensor | None, kwargs: dict[str, Any], tokens: Tensor) -> Tensor | None:
+def document_starts(mask: Tensor | None, kwargs: Keywords, tokens: Tensor) -> Tensor | None:
     """Return where the document of each token starts, int [B, T], of an attention call without a cache.
 
     Args:
@@ -324,14 +367,15 @@ def document_starts(mask: Tensor | None, kwargs: dict[str, Any], tokens: Tensor)
             raise UserError(f"cu_seq_lens_q tells the documents of one row; this batch has {batch}")
         position = torch.arange(length, device=tokens.device)
         ends = ends.to(tokens.device)
-        starts: Tensor = ends[torch.searchsorted(ends, position, right=True) - 1].long()[None]
+        number = torch.searchsorted(ends, position, right=True) - 1
+        starts: Tensor = ends[number].long()[None]
         return starts
-    same = mask if mask is not None else index
-    if same is None:
+    document: Tensor | None = mask if mask is not None else index
+    if document is None:
         return None
-    return latest(
-        torch.cat([same.new_ones(batch, 1, dtype=torch.bool), same[:, 1:] != same[:, :-1]], 1)
-    )
+    first = document.new_ones(batch, 1, dtype=torch.bool)
+    differs = document[:, 1:] != document[:, :-1]
+    return latest(torch.cat([first, differs], 1))
 
 
 def text_tokens(mask: Tensor | None, starts: Tensor | None, hidden_states: Tensor) -> Tensor:
@@ -340,11 +384,14 @@ def text_tokens(mask: Tensor | None, starts: Tensor | None, hidden_states: Tenso
     ``mask`` is what ``padding_mask`` returned, ``starts`` [B, T] what ``document_starts`` did for the states [B, T, C].
     """
     if mask is not None and mask.dtype == torch.bool:
-        return mask[:, mask.shape[1] - hidden_states.shape[1] :]  # without cached tokens
+        num_cached = mask.shape[1] - hidden_states.shape[1]
+        return mask[:, num_cached:]
     if starts is None:
         return hidden_states.new_ones(hidden_states.shape[:2], dtype=torch.bool)
-    is_first = starts == torch.arange(starts.shape[1], device=starts.device)
-    is_last = torch.cat([is_first[:, 1:], is_first.new_ones(len(starts), 1)], 1)
+    position = torch.arange(starts.shape[1], device=starts.device)
+    is_first = starts == position
+    end = is_first.new_ones(len(starts), 1)
+    is_last = torch.cat([is_first[:, 1:], end], 1)
     return ~(is_first & is_last)
 
 

@@ -3,42 +3,49 @@
 import sys
 from collections.abc import Sequence
 from inspect import signature
-from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import DynamicCache, DynamicLayer, LinearAttentionCacheLayerMixin
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+    LinearAttentionCacheLayerMixin,
+)
 
 from spkv_nas.base.errors import UserError
 
 # Layers that store the keys of all tokens or of the last ones, a state that is not made of keys, both, or nothing; by
 # name, as older releases of transformers have fewer of them
 _KNOWN = {
-    "DynamicLayer", "DynamicSlidingWindowLayer", "LinearAttentionLayer", "LinearAttentionAndFullAttentionLayer",
-    "LinearAttentionAndSlidingWindowAttentionLayer", "DummyLayer",
-}  # fmt: skip
+    "DynamicLayer",
+    "DynamicSlidingWindowLayer",
+    "LinearAttentionLayer",
+    "LinearAttentionAndFullAttentionLayer",
+    "LinearAttentionAndSlidingWindowAttentionLayer",
+    "DummyLayer",
+}
 _SPARSE = "choose or compress their keys, which SP-KV attention does not compute"
 
 
-def cache_layers(config: PreTrainedConfig) -> list[Any]:
+def cache_layers(config: PreTrainedConfig) -> list[CacheLayerMixin]:
     """Return the layers of an empty cache of transformers, one per decoder layer.
 
     Raises ``UserError`` if some choose among their keys by an index, or compress them.
     """
     try:
-        layers: list[Any] = DynamicCache(config=config).layers
+        layers: list[CacheLayerMixin] = DynamicCache(config=config).layers
     except KeyError as error:
         raise UserError(f"its layers of type {error.args[0]} {_SPARSE}") from error
-    kinds = getattr(config.get_text_config(), "layer_types", None) or [
-        type(layer).__name__ for layer in layers
-    ]
-    if wrong := sorted(
-        {k for k, layer in zip(kinds, layers, strict=False) if type(layer).__name__ not in _KNOWN}
-    ):
-        raise UserError(f"its layers of type {', '.join(wrong)} {_SPARSE}")
+    classes = [type(layer).__name__ for layer in layers]
+    kinds = getattr(config.get_text_config(), "layer_types", None) or classes
+    pairs = zip(kinds, classes, strict=False)
+    unknown = sorted({kind for kind, name in pairs if name not in _KNOWN})
+    if unknown:
+        raise UserError(f"its layers of type {', '.join(unknown)} {_SPARSE}")
     return layers
 
 
-def attention_indices(layers: Sequence[Any]) -> list[int]:
+def attention_indices(layers: Sequence[CacheLayerMixin]) -> list[int]:
     """Return which of the ``cache_layers`` store keys and values, some beside a state of another kind."""
     return [index for index, layer in enumerate(layers) if isinstance(layer, DynamicLayer)]
 
@@ -68,7 +75,9 @@ def native_windows(config: PreTrainedConfig) -> list[int | None]:
 def own_cache_class(model: PreTrainedModel) -> type | None:
     """Return the cache class beside the model's own, without which its layers refuse to run; None: it has none."""
     module = type(model.get_decoder()).__module__
-    classes = (value for value in vars(sys.modules[module]).values() if isinstance(value, type))
-    return next(
-        (c for c in classes if issubclass(c, DynamicCache) and c.__module__ == module), None
-    )
+    for value in vars(sys.modules[module]).values():
+        if not isinstance(value, type) or not issubclass(value, DynamicCache):
+            continue
+        if value.__module__ == module:
+            return value
+    return None

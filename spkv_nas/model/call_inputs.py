@@ -5,31 +5,27 @@ what a cache holds. An input that says anything else is refused by its name, and
 input that says nothing, such as a mask of ones or the documents of a row that is one document, has no effect.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from spkv_nas.base.errors import UserError
 from spkv_nas.model import attention_calls
+from spkv_nas.model.attention_calls import Keywords
 from spkv_nas.model.cache_layers import mixes_documents
 
 _DOCUMENT_INPUTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
 
-def new_tokens(kwargs: dict[str, Any]) -> Tensor | None:
+def new_tokens(kwargs: Keywords) -> Tensor | None:
     """Return the tokens of a call of a model, [B, T], or their embeddings [B, T, C]; None if it has neither."""
-    return (
-        kwargs.get("input_ids")
-        if kwargs.get("input_ids") is not None
-        else kwargs.get("inputs_embeds")
-    )
+    tokens: Tensor | None = kwargs.get("input_ids")
+    return kwargs.get("inputs_embeds") if tokens is None else tokens
 
 
 def check_inputs(
-    model: PreTrainedModel, kwargs: dict[str, Any], num_cached: int, stores: bool
-) -> dict[str, Any]:
+    model: PreTrainedModel, kwargs: Keywords, num_cached: int, stores: bool
+) -> Keywords:
     """Check a call with ``num_cached`` tokens in a cache, and remember its documents until ``forget_documents``.
 
     ``stores`` says that a cache stores the tokens of the call. Returns the keyword arguments for the model. Raises
@@ -39,39 +35,26 @@ def check_inputs(
     if not isinstance(tokens, Tensor) or tokens.is_meta:
         return kwargs
     batch, length = tokens.shape[:2]
-    # Check which tokens are padding, and their positions
-    is_token = _read_mask(kwargs.get("attention_mask"), batch)
-    if isinstance(kwargs.get("attention_mask"), dict):  # of nothing, by kinds of layers
+    # Check which tokens are padding
+    mask = kwargs.get("attention_mask")
+    is_token = _read_mask(mask, batch)
+    if isinstance(mask, dict):  # of nothing, by kinds of layers
         kwargs = {**kwargs, "attention_mask": None}
-    if is_token is not None and not stores:
-        _check_padding(is_token)
-    if is_token is not None and is_token.shape[1] != num_cached + length:
-        return kwargs  # ``padding_mask`` says so
-    positions = kwargs.get("position_ids")
-    if (
-        not isinstance(positions, Tensor)
-        or positions.is_meta
-        or positions.ndim != 2
-        or positions.shape[1] != length
-    ):
-        positions = None  # more dimensions have images
+    if is_token is not None:
+        if not stores:
+            _check_padding(is_token)
+        if is_token.shape[1] != num_cached + length:
+            return kwargs  # ``padding_mask`` says so
+    # Check positions and packed documents
+    positions = _read_positions(kwargs.get("position_ids"), tokens)
     if positions is not None:
-        positions = positions.to(tokens.device).expand(batch, -1)
         _check_positions(positions, is_token, num_cached, stores)
-    # Find packed documents
-    by_positions = (
-        None
-        if positions is None or is_token is not None or stores
-        else _starts(positions.diff(dim=1) != 1)
-    )
-    starts = _agreeing_documents(kwargs, tokens, by_positions)
-    if starts is not None and not bool(starts.any()):
-        starts = None
+    takes_positions = is_token is None and not stores
+    starts = _packed_documents(kwargs, tokens, positions if takes_positions else None)
     if starts is not None:
         _check_documents(model, is_token, stores)
-        if (
-            kwargs.get("position_ids") is None
-        ):  # positions of each document, for models that do not rotate keys
+        # Models that do not rotate keys need the positions in each document
+        if kwargs.get("position_ids") is None:
             kwargs = {**kwargs, "position_ids": torch.arange(length, device=tokens.device) - starts}
     if stores:
         return {name: value for name, value in kwargs.items() if name not in _DOCUMENT_INPUTS}
@@ -79,7 +62,17 @@ def check_inputs(
     return kwargs
 
 
-def _read_mask(mask: Any, batch: int) -> Tensor | None:
+def _read_positions(positions: object, tokens: Tensor) -> Tensor | None:
+    """Return the positions of ``tokens``, [B, T], on their device; None without any, or in more dimensions (images)."""
+    if not isinstance(positions, Tensor) or positions.is_meta:
+        return None
+    batch, length = tokens.shape[:2]
+    if positions.ndim != 2 or positions.shape[1] != length:
+        return None
+    return positions.to(tokens.device).expand(batch, -1)
+
+
+def _read_mask(mask: object, batch: int) -> Tensor | None:
     """Return which tokens are not padding, bool [B, S], by an attention mask; None if there is no mask.
 
     Raises ``UserError`` unless the mask is of shape [batch, tokens] and holds 1 for tokens and 0 for padding.
@@ -95,8 +88,13 @@ def _read_mask(mask: Any, batch: int) -> Tensor | None:
             f"attention_mask has {len(mask)} rows for {batch} sequences: give one for each of them"
         )
     is_token = mask != 0
-    if mask.dtype == torch.bool:
-        return is_token
+    if mask.dtype != torch.bool:
+        _check_mask_values(mask, is_token)
+    return is_token
+
+
+def _check_mask_values(mask: Tensor, is_token: Tensor) -> None:
+    """Raise ``UserError`` for a mask of numbers other than 0 and 1, or with no token at all."""
     wrong = mask[is_token & (mask != 1)]
     if len(wrong):
         raise UserError(
@@ -108,14 +106,15 @@ def _read_mask(mask: Any, batch: int) -> Tensor | None:
             "attention_mask holds only 0.0, which says that every token is padding; if it is to be added to scores, "
             "leave it out"
         )
-    return is_token
 
 
 def _check_padding(is_token: Tensor) -> None:
     """Raise ``UserError`` for padding between the tokens of a row, of a mask [B, T]."""
-    edges = (is_token[:, 1:] & ~is_token[:, :-1]).sum(1) + is_token[:, 0]
-    if bool((edges > 1).any()):
-        row = int((edges > 1).nonzero()[0])
+    begins = is_token[:, 1:] & ~is_token[:, :-1]
+    num_parts = begins.sum(1) + is_token[:, 0]
+    is_divided = num_parts > 1
+    if bool(is_divided.any()):
+        row = int(is_divided.nonzero()[0])
         raise UserError(
             f"attention_mask has padding between the tokens of row {row}: put it before the first or after the last"
         )
@@ -129,32 +128,20 @@ def _check_positions(
     Positions may skip some beside a mask ``is_token`` [B, cached + T], with which transformers looks for no documents.
     Without one, it takes both a step back and a gap for the border of a document, unless there is a cache.
     """
-    # Take the step of each token from the one before it that is no padding
-    length = positions.shape[1]
-    real = (
-        torch.ones_like(positions, dtype=torch.bool)
-        if is_token is None
-        else is_token[:, num_cached:]
-    )
-    real = real.to(positions.device)
-    index = torch.arange(length, device=positions.device)
-    latest = torch.where(real, index, -1).cummax(1).values
-    previous = torch.cat([latest.new_full((len(latest), 1), -1), latest[:, :-1]], 1)
-    step = positions - positions.gather(1, previous.clamp(min=0))
-    step = step.masked_fill(~real | (previous < 0), 1)
-    if num_cached:
-        num_before = (
-            num_cached
-            if is_token is None
-            else is_token[:, :num_cached].sum(1)[:, None].to(positions.device)
+    # Find out which of the new tokens are real, and how many the cache holds
+    is_real = torch.ones_like(positions, dtype=torch.bool)
+    num_before: int | Tensor = num_cached
+    if is_token is not None:
+        is_real = is_token[:, num_cached:].to(positions.device)
+        num_before = is_token[:, :num_cached].sum(1)[:, None].to(positions.device)
+    if num_cached and bool(((positions < num_before) & is_real).any()):
+        raise UserError(
+            f"position_ids start again, but the cache holds {num_cached} tokens: continue from there"
         )
-        if bool(((positions < num_before) & real).any()):
-            raise UserError(
-                f"position_ids start again, but the cache holds {num_cached} tokens: continue from there"
-            )
+    # Refuse what has two meanings
+    step = _steps(positions, is_real)
     if not bool((step != 1).any()):
         return
-    # Refuse what has two meanings
     if is_token is None and bool((step > 1).any()):
         row, column = (step > 1).nonzero()[0].tolist()
         before = positions[row, column - 1].item()
@@ -175,39 +162,65 @@ def _check_positions(
         )
 
 
+def _steps(positions: Tensor, is_real: Tensor) -> Tensor:
+    """Return how far the position of each token is from the one before it that is no padding, [B, T]; 1 for others."""
+    index = torch.arange(positions.shape[1], device=positions.device)
+    latest = torch.where(is_real, index, -1).cummax(1).values
+    none = latest.new_full((len(latest), 1), -1)
+    previous = torch.cat([none, latest[:, :-1]], 1)
+    has_previous = previous >= 0
+    step = positions - positions.gather(1, previous.clamp(min=0))
+    return step.masked_fill(~(is_real & has_previous), 1)
+
+
+def _packed_documents(kwargs: Keywords, tokens: Tensor, positions: Tensor | None) -> Tensor | None:
+    """Return where the document of each token starts [B, T], by all inputs; None if each row is one document.
+
+    ``positions`` [B, T] start again with each document; None: they say nothing.
+    """
+    by_positions = None if positions is None else _starts(positions.diff(dim=1) != 1)
+    starts = _agreeing_documents(kwargs, tokens, by_positions)
+    return None if starts is None or not bool(starts.any()) else starts
+
+
 def _agreeing_documents(
-    kwargs: dict[str, Any], tokens: Tensor, by_positions: Tensor | None
+    kwargs: Keywords, tokens: Tensor, by_positions: Tensor | None
 ) -> Tensor | None:
     """Return where the document of each token starts [B, T] by all inputs that say so; None if none does.
 
     Raises ``UserError`` for inputs that disagree, or that say it for other tokens than those of the call.
     """
-    ends, key_ends, index = (
-        kwargs.get(name) for name in ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
-    )
-    has_positions = by_positions is not None and bool(by_positions.any())
-    found: dict[str, Tensor] = (
-        {"position_ids": by_positions} if by_positions is not None and has_positions else {}
-    )
-    if ends is None and key_ends is not None:
-        raise UserError("cu_seq_lens_k is given without cu_seq_lens_q: give both, or neither")
+    starts: dict[str, Tensor] = {}  # by the name of the input
+    if by_positions is not None and bool(by_positions.any()):
+        starts["position_ids"] = by_positions
+    ends = kwargs.get("cu_seq_lens_q")
     if ends is not None:
-        found["cu_seq_lens_q"] = _starts_of_ends(ends, tokens)
-        if (
-            kwargs.get("past_key_values") is None
-            and key_ends is not None
-            and key_ends.tolist() != ends.tolist()
-        ):
-            raise UserError(
-                "cu_seq_lens_k differs from cu_seq_lens_q: documents have as many keys as queries"
-            )
+        starts["cu_seq_lens_q"] = _starts_of_ends(ends, tokens)
+    _check_key_ends(kwargs)
+    index = kwargs.get("seq_idx")
     if index is not None:
-        found["seq_idx"] = _starts_of_index(index, tokens)
-    names = list(found)
-    for name in names[1:]:
-        if not torch.equal(found[name], found[names[0]]):
-            raise UserError(f"{names[0]} and {name} tell different documents: give one of them")
-    return found[names[0]] if names else by_positions
+        starts["seq_idx"] = _starts_of_index(index, tokens)
+    if not starts:
+        return by_positions
+    first, *others = starts
+    for name in others:
+        if not torch.equal(starts[name], starts[first]):
+            raise UserError(f"{first} and {name} tell different documents: give one of them")
+    return starts[first]
+
+
+def _check_key_ends(kwargs: Keywords) -> None:
+    """Raise ``UserError`` if ``cu_seq_lens_k`` is given alone, or without a cache differs from ``cu_seq_lens_q``."""
+    key_ends = kwargs.get("cu_seq_lens_k")
+    if key_ends is None:
+        return
+    ends = kwargs.get("cu_seq_lens_q")
+    if ends is None:
+        raise UserError("cu_seq_lens_k is given without cu_seq_lens_q: give both, or neither")
+    if kwargs.get("past_key_values") is None and key_ends.tolist() != ends.tolist():
+        raise UserError(
+            "cu_seq_lens_k differs from cu_seq_lens_q: documents have as many keys as queries"
+        )
 
 
 def _starts_of_ends(ends: Tensor, tokens: Tensor) -> Tensor:
@@ -219,12 +232,14 @@ def _starts_of_ends(ends: Tensor, tokens: Tensor) -> Tensor:
     if batch != 1:
         raise UserError(f"cu_seq_lens_q tells the documents of one row; this batch has {batch}")
     numbers = ends.tolist() if ends.ndim == 1 else []
-    if not numbers or numbers != sorted(numbers) or numbers[0] != 0 or numbers[-1] > length:
+    ascends = bool(numbers) and numbers == sorted(numbers)
+    if not ascends or numbers[0] != 0 or numbers[-1] > length:
         raise UserError(
             f"cu_seq_lens_q must ascend from 0 to at most {length} tokens; found {ends.tolist()}"
         )
     is_first = torch.zeros(1, length, dtype=torch.bool, device=tokens.device)
-    is_first[0, [number for number in numbers if number < length]] = True
+    first_tokens = [number for number in numbers if number < length]
+    is_first[0, first_tokens] = True
     return _starts(is_first[:, 1:])
 
 
@@ -240,8 +255,8 @@ def _starts_of_index(index: Tensor, tokens: Tensor) -> Tensor:
         )
     index = index.to(tokens.device).expand(batch, -1)
     is_first = index.diff(dim=1) != 0
-    num_different = (index.sort(dim=1).values.diff(dim=1) != 0).sum(1)
-    if not torch.equal(num_different, is_first.sum(1)):
+    is_other_number = index.sort(dim=1).values.diff(dim=1) != 0
+    if not torch.equal(is_other_number.sum(1), is_first.sum(1)):
         raise UserError(
             "seq_idx gives tokens apart from each other the same document: number documents one by one"
         )

@@ -8,13 +8,13 @@ attend to each other.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from spkv_nas.base.errors import UserError
+from spkv_nas.model.attention_calls import Keywords
 
 
 @contextmanager
@@ -25,21 +25,17 @@ def checked_calls(model: PreTrainedModel, caller: str) -> Iterator[None]:
     """
     text = model.config.get_text_config()
 
-    def check_labels(
-        _model: nn.Module, _arguments: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def check_labels(_model: nn.Module, _arguments: tuple[object, ...], kwargs: Keywords) -> None:
         labels = kwargs.get("labels")
         if labels is not None:
             _check_tokens(labels.where(labels != -100, 0), "labels", caller)
 
-    def check_cache(
-        _decoder: nn.Module, _arguments: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def check_cache(_decoder: nn.Module, _arguments: tuple[object, ...], kwargs: Keywords) -> None:
         uses_cache = text.use_cache if kwargs.get("use_cache") is None else kwargs["use_cache"]
         if uses_cache and kwargs.get("past_key_values") is None:
             _check_documents(kwargs.get("position_ids"), caller)
 
-    def check_ids(_embedding: nn.Module, arguments: tuple[Any, ...]) -> None:
+    def check_ids(_embedding: nn.Module, arguments: tuple[Tensor, ...]) -> None:
         _check_tokens(arguments[0], "input_ids", caller)
 
     handles = [

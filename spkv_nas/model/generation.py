@@ -32,10 +32,9 @@ class Generation:
     prefill_seconds: float  # time until the first new token
     decode_seconds: float  # time of all other tokens
     cache_bytes: int  # size of the cache, including tables and free pages
-    full_attention_bytes: (
-        int  # size of the keys and values of all tokens, which full attention would store
-    )
-    # share of the keys beyond the window that are kept; NaN if there are none, None for a model with neither gates nor
+    # Size of the keys and values of all tokens, which full attention would store
+    full_attention_bytes: int
+    # Share of the keys beyond the window that are kept; NaN if there are none, None for a model with neither gates nor
     # a layout
     density: float | None
     tau: float | None  # threshold of the gates; None without gates
@@ -43,9 +42,9 @@ class Generation:
     @property
     def tokens_per_second(self) -> float:
         """Return the decoding speed; NaN for a single token, which the prefill generates."""
-        return (
-            (self.num_new_tokens - 1) / self.decode_seconds if self.decode_seconds else float("nan")
-        )
+        if not self.decode_seconds:
+            return float("nan")
+        return (self.num_new_tokens - 1) / self.decode_seconds
 
 
 def generate(
@@ -149,7 +148,8 @@ def _encode(
 @contextmanager
 def decoding_by(model: PreTrainedModel, config: transformers.GenerationConfig) -> Iterator[None]:
     """Let ``generate`` follow ``config`` alone in the block, with nothing from the checkpoint, such as penalties."""
-    before, model.generation_config = model.generation_config, config
+    before = model.generation_config
+    model.generation_config = config
     try:
         yield
     finally:
@@ -173,27 +173,32 @@ def generation_config(
 ) -> transformers.GenerationConfig:
     """Build the config of ``generate``; the end-of-text token is the model's, or else the tokenizer's."""
     eos = getattr(model.generation_config, "eos_token_id", None)
-    eos = tokenizer.eos_token_id if eos is None else eos
-    options: dict[str, Any] = {"temperature": temperature, "top_k": 0} if temperature else {}
-    return transformers.GenerationConfig(
+    if eos is None:
+        eos = tokenizer.eos_token_id
+    config = transformers.GenerationConfig(
         max_new_tokens=max_new_tokens,
         do_sample=temperature > 0,
         use_cache=True,
         eos_token_id=eos,
         pad_token_id=eos[0] if isinstance(eos, list) else eos,
-        **options,
     )
+    if temperature:
+        config.update(temperature=temperature, top_k=0)
+    return config
 
 
 def _bytes(cache: Cache) -> tuple[int, int]:
     """Return the bytes that a cache holds, and those that full attention would hold."""
     if isinstance(cache, generation_cache.SPKVCache):
         return cache.num_bytes, cache.full_attention_bytes
-    sizes = [2 * layer.keys.numel() * layer.keys.element_size() for layer in cache.layers]
-    seen_per_stored = [layer.get_seq_length() / layer.keys.shape[2] for layer in cache.layers]
-    return sum(sizes), round(
-        sum(size * ratio for size, ratio in zip(sizes, seen_per_stored, strict=True))
-    )
+    stored = 0
+    seen = 0.0
+    for layer in cache.layers:
+        size = 2 * layer.keys.numel() * layer.keys.element_size()
+        num_stored = layer.keys.shape[2]
+        stored += size
+        seen += size * (layer.get_seq_length() / num_stored)
+    return stored, round(seen)
 
 
 @dataclass(frozen=True)
@@ -201,7 +206,7 @@ class Continuations:
     """Continuations of a batch of prompts."""
 
     texts: list[str]  # one per prompt
-    # float64 [B], density of each prompt's keys after it; NaN for a model with neither gates nor a layout, and for a
+    # Density of each prompt's keys after it, float64 [B]; NaN for a model with neither gates nor a layout, and for a
     # prompt no longer than the window
     densities: arrays.Float
 
@@ -223,44 +228,48 @@ def continue_greedily(
         for prompt in prompts
     ]
     longest = max(map(len, ids))
+    num_new = max(max_new_tokens)
     positions = model_shape.num_positions(model)
     # Where the longest prompt and the longest answer exceed the table of positions together, answer one by one
-    if positions is not None and len(ids) > 1 and longest + max(max_new_tokens) - 1 > positions:
+    if positions is not None and len(ids) > 1 and longest + num_new - 1 > positions:
         rows = zip(prompts, max_new_tokens, strict=True)
         parts = [continue_greedily(model, tokenizer, [prompt], [number]) for prompt, number in rows]
-        return Continuations(
-            [part.texts[0] for part in parts], np.concatenate([part.densities for part in parts])
-        )
-    # Pad on the left: [B, longest prompt]
-    inputs, mask = (torch.zeros(len(ids), longest, dtype=torch.long) for _ in range(2))
-    for row, prompt_ids in enumerate(ids):
-        inputs[row, longest - len(prompt_ids) :] = torch.tensor(prompt_ids)
-        mask[row, longest - len(prompt_ids) :] = 1
+        texts = [part.texts[0] for part in parts]
+        return Continuations(texts, np.concatenate([part.densities for part in parts]))
     # Generate, and record the densities at the first pass, which holds the prompts
+    inputs, mask = _pad_left(ids)
     densities = np.full(len(ids), np.nan)
 
-    def record(_model: Any, _args: Any, output: Any) -> None:
+    def record(_model: torch.nn.Module, _args: tuple[object, ...], output: Any) -> None:
         hook.remove()
-        if isinstance(
-            output.past_key_values, generation_cache.SPKVCache
-        ):  # NaN for a cache of transformers
-            densities[:] = output.past_key_values.densities.cpu().numpy()
+        cache = output.past_key_values
+        if isinstance(cache, generation_cache.SPKVCache):  # NaN for a cache of transformers
+            densities[:] = cache.densities.cpu().numpy()
 
     hook = model.register_forward_hook(record)
     try:
         with modes.evaluation_mode(model):
-            generated = _generate(
-                model, inputs, mask, generation_config(model, tokenizer, max(max_new_tokens))
-            )
+            config = generation_config(model, tokenizer, num_new)
+            generated = _generate(model, inputs, mask, config)
     finally:
         hook.remove()
     # Decode
-    new_ids = [
-        row[longest : longest + limit] for row, limit in zip(generated, max_new_tokens, strict=True)
-    ]
-    return Continuations(
-        [tokenizer.decode(row, skip_special_tokens=True) for row in new_ids], densities
-    )
+    texts = []
+    for row, limit in zip(generated, max_new_tokens, strict=True):
+        new_ids = row[longest : longest + limit]
+        texts.append(tokenizer.decode(new_ids, skip_special_tokens=True))
+    return Continuations(texts, densities)
+
+
+def _pad_left(prompts: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return tokens of prompts with padding before them, and a mask of 0 for padding, int64 [B, longest prompt]."""
+    longest = max(map(len, prompts))
+    inputs = torch.zeros(len(prompts), longest, dtype=torch.long)
+    mask = torch.zeros_like(inputs)
+    for row, ids in enumerate(prompts):
+        inputs[row, longest - len(ids) :] = torch.tensor(ids)
+        mask[row, longest - len(ids) :] = 1
+    return inputs, mask
 
 
 def continue_tokens(
@@ -285,11 +294,13 @@ def continue_tokens(
     with modes.evaluation_mode(model):
         generated = _generate(model, prompts, mask, config, *noise)
     # Cut each row after its first end-of-text token
-    ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    end = config.eos_token_id
+    ends = end if isinstance(end, list) else [end]
+    prompt_length = prompts.shape[1]
     rows = []
-    for row in generated[:, prompts.shape[1] :].tolist():
-        length = next((number for number, token in enumerate(row, 1) if token in ends), len(row))
-        rows.append(row[:length])
+    for row in generated[:, prompt_length:].tolist():
+        lengths = (number for number, token in enumerate(row, 1) if token in ends)
+        rows.append(row[: next(lengths, len(row))])
     return rows
 
 
@@ -356,7 +367,6 @@ class _Noise(LogitsProcessor):
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Return noisy logits [B, V]."""
         size = scores.shape[-1]
-        noise = np.stack(
-            [generator.gumbel(size=size).astype(np.float32) for generator in self._generators]
-        )
-        return scores.float() / self._temperature + torch.from_numpy(noise).to(scores.device)
+        rows = [generator.gumbel(size=size) for generator in self._generators]
+        noise = torch.from_numpy(np.stack(rows).astype(np.float32))
+        return scores.float() / self._temperature + noise.to(scores.device)

@@ -11,7 +11,7 @@ follow a cached prompt (the Mamba layers of Jamba), so that generation would be 
 
 import copy
 import weakref
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,15 @@ from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
 
 from spkv_nas.base import arguments
 from spkv_nas.base.errors import UserError
-from spkv_nas.model import attention, call_inputs, layer_places, modes, placement, wrappers
+from spkv_nas.model import (
+    attention,
+    attention_calls,
+    call_inputs,
+    layer_places,
+    modes,
+    placement,
+    wrappers,
+)
 from spkv_nas.model.cache_layers import attention_indices, cache_layers, own_cache_class
 from spkv_nas.model.layer_cache import (
     SPKVCacheLayer,
@@ -46,9 +54,8 @@ class SPKVCache(Cache):
         cache.num_bytes, cache.full_attention_bytes
     """
 
-    layers: list[
-        Any
-    ]  # one per attention layer: ``SPKVCacheLayer``, or a layer of transformers for other states
+    # One per layer: ``SPKVCacheLayer`` for attention, or a layer of transformers for other states
+    layers: list[Any]
 
     def __init__(
         self, model: PreTrainedModel, *, page_size: int = 16, max_pages: int | None = None
@@ -64,7 +71,8 @@ class SPKVCache(Cache):
         """
         self._page_size = arguments.convert("page_size", int, page_size)
         self._max_pages = arguments.convert("max_pages", int | None, max_pages)
-        for name, number in (("page_size", self._page_size), ("max_pages", self._max_pages)):
+        numbers = {"page_size": self._page_size, "max_pages": self._max_pages}
+        for name, number in numbers.items():
             if number is not None and number < 1:
                 raise UserError(f"{name} must be at least 1; found {number}")
         model = wrappers.unwrapped(model)
@@ -77,16 +85,17 @@ class SPKVCache(Cache):
         self._gates = _gates(model)
         self._heads = _heads(model)
         # Belong to the cache class that the model insists on, if it has one of its own
-        own = own_cache_class(model)
-        if own is not None and not isinstance(self, own):
+        required = own_cache_class(model)
+        if required is not None and not isinstance(self, required):
             self.linear_cache: list[Tensor] = []
-            self.__class__ = type(type(self).__name__, (type(self), own), {})
+            current = type(self)
+            self.__class__ = type(current.__name__, (current, required), {})
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """Return what is pickled: all but the model and its gates, so that a loaded copy fits any model like it."""
         return {**vars(self), "_model": None, "_gates": None}
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "SPKVCache":
+    def __deepcopy__(self, memo: dict[int, object]) -> "SPKVCache":
         """Return a copy, which belongs to the same model."""
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
@@ -100,30 +109,32 @@ class SPKVCache(Cache):
         An empty cache follows the model's present gates or layout. Raises ``UserError`` if a filled one holds tokens of
         another model, of other gates or another layout, of a call that was interrupted, or of another batch size.
         """
-        attending = [layer for layer in self.layers if isinstance(layer, SPKVCacheLayer)]
-        numbers = {layer.tokens for layer in attending}
-        is_interrupted = len(numbers) > 1 or any(layer.is_interrupted for layer in attending)
-        has_model = self._model is None or self._model() is model
-        has_gates = self._gates is None or self._gates() is model._spkv_states[0].settings
-        has_heads = has_gates and self._heads == _heads(model)
+        problem = self._misfit(model)
+        is_empty = all(layer.tokens == 0 for layer in self._attending)
         # Follow the model with an empty cache
-        if numbers == {0}:
-            if is_interrupted or not (has_model and has_heads):
-                self.layers = _empty_layers(model, self._page_size, self._max_pages)
-                self._belong_to(model)
+        if is_empty and problem is not None:
+            self.layers = _empty_layers(model, self._page_size, self._max_pages)
+            self._belong_to(model)
+        if is_empty:
             return
         # Check what a filled cache holds
-        problem = None
-        if is_interrupted:
-            problem = "was left by a call that was interrupted, which stored its tokens in some layers only"
-        elif not has_model:
-            problem = "was filled by another model"
-        elif not has_heads:
-            problem = "was filled under another layout, or other gates, gate mode or tau, than the model has now"
-        elif batch_size is not None and batch_size != (stored := self._paged[0].batch_size):
-            problem = f"holds {stored} sequences, this batch has {batch_size}"
+        num_stored = self._paged[0].batch_size
+        if problem is None and batch_size not in (None, num_stored):
+            problem = f"holds {num_stored} sequences, this batch has {batch_size}"
         if problem is not None:
             raise UserError(f"past_key_values {problem}: {_START_AGAIN}")
+
+    def _misfit(self, model: PreTrainedModel) -> str | None:
+        """Return why the cache does not fit a model and its present gates or layout, as a clause; None if it does."""
+        lengths = {layer.tokens for layer in self._attending}
+        if len(lengths) > 1 or any(layer.is_interrupted for layer in self._attending):
+            return "was left by a call that was interrupted, which stored its tokens in some layers only"
+        if self._model is not None and self._model() is not model:
+            return "was filled by another model"
+        has_gates = self._gates is None or self._gates() is model._spkv_states[0].settings
+        if not has_gates or self._heads != _heads(model):
+            return "was filled under another layout, or other gates, gate mode or tau, than the model has now"
+        return None
 
     def get_linear_cache(self, layer_idx: int) -> Tensor | None:
         """Return the state of a lightning attention layer, as MiniMax asks for it; None before the first token."""
@@ -148,16 +159,19 @@ class SPKVCache(Cache):
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep only the sequences ``indices``: numbers of rows, or bool [B]."""
         rows = torch.as_tensor(indices)
-        self.reorder_cache(rows.nonzero()[:, 0] if rows.dtype == torch.bool else rows)
+        if rows.dtype == torch.bool:
+            rows = rows.nonzero()[:, 0]
+        self.reorder_cache(rows)
+
+    @property
+    def _attending(self) -> list[SPKVCacheLayer]:
+        """Return the layers with keys and values."""
+        return [layer for layer in self.layers if isinstance(layer, SPKVCacheLayer)]
 
     @property
     def _paged(self) -> list[PagedKVCache]:
-        return [
-            paged
-            for layer in self.layers
-            if isinstance(layer, SPKVCacheLayer)
-            for paged in layer.paged
-        ]
+        """Return the paged caches of all layers, one per ring size."""
+        return [paged for layer in self._attending for paged in layer.paged]
 
     @property
     def num_bytes(self) -> int:
@@ -167,14 +181,12 @@ class SPKVCache(Cache):
     @property
     def full_attention_bytes(self) -> int:
         """Return the size of the keys and values of all tokens seen, which full attention would store."""
-        return sum(
-            int(paged.seq_lens.sum())
-            * paged.num_kv_heads
-            * 2
-            * paged.head_dim
-            * paged.pool_k.element_size()
-            for paged in self._paged
-        )
+        total = 0
+        for paged in self._paged:
+            num_tokens = int(paged.seq_lens.sum())
+            num_values = 2 * paged.num_kv_heads * paged.head_dim
+            total += num_tokens * num_values * paged.pool_k.element_size()
+        return total
 
     @property
     def density(self) -> float:
@@ -192,13 +204,13 @@ class SPKVCache(Cache):
         """Return how many tokens beyond the window are kept, and how many there are, over all heads; each int64 [B]."""
         if not self._paged:
             return torch.empty(0), torch.empty(0)
-        num_outside = [
-            (paged.seq_lens - paged.window).clamp(min=0) * paged.num_kv_heads
-            for paged in self._paged
-        ]
-        return torch.stack([paged.lengths.sum(1) for paged in self._paged]).sum(0), torch.stack(
-            num_outside
-        ).sum(0)
+        num_kept = []
+        num_outside = []
+        for paged in self._paged:
+            num_kept.append(paged.lengths.sum(1))
+            outside = (paged.seq_lens - paged.window).clamp(min=0)
+            num_outside.append(outside * paged.num_kv_heads)
+        return torch.stack(num_kept).sum(0), torch.stack(num_outside).sum(0)
 
 
 def _empty_layers(model: PreTrainedModel, page_size: int, max_pages: int | None) -> list[Any]:
@@ -216,7 +228,7 @@ def _empty_layers(model: PreTrainedModel, page_size: int, max_pages: int | None)
         raise UserError(
             "a bidirectional predictor needs future tokens: generate with use_cache=False"
         )
-    shared = min((w for state in states if (w := local_window(state)) is not None), default=_RING)
+    shared = _shared_window(states)
     masks: list[Tensor | None] = [None] * 3
     # Replace the attention layers of the cache that transformers would make
     layers = cache_layers(model.config)
@@ -230,11 +242,18 @@ def _empty_layers(model: PreTrainedModel, page_size: int, max_pages: int | None)
     for index, state in zip(indices, states, strict=True):
         kind = SPKVLatentCacheLayer if state.expanded_dim else SPKVCacheLayer
         options = {}
-        if isinstance(other := layers[index], LinearAttentionCacheLayerMixin):
+        replaced = layers[index]
+        if isinstance(replaced, LinearAttentionCacheLayerMixin):
             kind = SPKVHybridCacheLayer
-            options = {"number_of_states": other.number_of_states}
+            options["number_of_states"] = replaced.number_of_states
         layers[index] = kind(state, shared, page_size, max_pages, masks, **options)
     return layers
+
+
+def _shared_window(states: Sequence[attention.LayerState]) -> int:
+    """Return the ring size of layers without local heads: the smallest of the others."""
+    windows = [local_window(state) for state in states]
+    return min((window for window in windows if window is not None), default=_RING)
 
 
 def _gates(model: PreTrainedModel) -> "weakref.ref[attention.GateSettings] | None":
@@ -251,10 +270,11 @@ def _heads(model: PreTrainedModel) -> Hashable:
     layers = tuple(
         (state.windows, state.gate_window, state.sinks, state.learned_sinks) for state in states
     )
-    return layers, settings and (settings.mode, settings.tau)
+    mode = None if settings is None else (settings.mode, settings.tau)
+    return layers, mode
 
 
-def check_states(model: PreTrainedModel, kwargs: dict[str, Any], num_cached: int) -> None:
+def check_states(model: PreTrainedModel, kwargs: attention_calls.Keywords, num_cached: int) -> None:
     """Raise ``UserError`` if a call with a cache of ``num_cached`` tokens would lose states of a hooked model.
 
     The first call on a model finds out, in three passes over two tokens.
@@ -288,23 +308,23 @@ def _reads_states(model: PreTrainedModel) -> bool:
     tokens = torch.arange(2, device=placement.input_device(model))[None]
     with modes.evaluation_mode(model):
         model(input_ids=tokens, past_key_values=cache)
-        if not cache.states or not all(
-            any(layer.has_previous_state.values()) for layer in cache.states
-        ):
+        is_filled = [any(layer.has_previous_state.values()) for layer in cache.states]
+        if not is_filled or not all(is_filled):
             raise UserError(
                 f"{type(model).__name__} keeps states outside of its cache: generate with use_cache=False"
             )
         # Compare the next logits with those after other states
         other = copy.deepcopy(cache)
-        recurrent = [
-            state
-            for layer in other.states
-            for state in layer.recurrent_states.values()
-            if state is not None
-        ]
-        for state in recurrent:
-            state += 1
-        expected, changed = (
-            model(input_ids=tokens, past_key_values=each).logits for each in (cache, other)
-        )
-    return not recurrent or not torch.equal(expected, changed)
+        num_changed = _change_states(other)
+        expected = model(input_ids=tokens, past_key_values=cache).logits
+        changed = model(input_ids=tokens, past_key_values=other).logits
+    return num_changed == 0 or not torch.equal(expected, changed)
+
+
+def _change_states(cache: SPKVCache) -> int:
+    """Add 1 to the recurrent states in a cache, in place, and return how many there are."""
+    states = [state for layer in cache.states for state in layer.recurrent_states.values()]
+    recurrent = [state for state in states if state is not None]
+    for state in recurrent:
+        state += 1
+    return len(recurrent)

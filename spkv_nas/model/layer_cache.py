@@ -1,5 +1,6 @@
 """Layers of ``SPKVCache``: what a decoder layer with attention stores, and attention over it."""
 
+import math
 from functools import partial
 from typing import Any
 
@@ -26,9 +27,8 @@ _NOT_PASSED_ON = (
     "generate with use_cache=False"
 )
 _QUERIES = 256  # tokens that attend to stored latents at once
-_New = tuple[
-    Tensor, Tensor, Tensor, Tensor | None, Tensor | None
-]  # new keys, values, decisions, order and lengths
+# New keys, values, decisions, order and lengths
+_New = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
 
 
 class SPKVCacheLayer(CacheLayerMixin):
@@ -59,14 +59,18 @@ class SPKVCacheLayer(CacheLayerMixin):
         self._max_pages = max_pages
         # Ring size of each KV head, and the heads of each ring size
         smallest = local_window(state) or window
-        rings = [w if w < GLOBAL_WINDOW else smallest for w in state.head_windows(gated=True)]
-        self._windows = sorted(set(rings))
-        self._heads = [
-            torch.tensor([head for head, ring in enumerate(rings) if ring == w])
-            for w in self._windows
+        rings = [
+            head_window if head_window < GLOBAL_WINDOW else smallest
+            for head_window in state.head_windows(gated=True)
         ]
+        self._windows = sorted(set(rings))
+        self._heads = []
+        for size in self._windows:
+            heads = [head for head, ring in enumerate(rings) if ring == size]
+            self._heads.append(torch.tensor(heads))
         # Decisions without gates, [Hkv, 1]
-        keep = [w > ring for w, ring in zip(state.head_windows(gated=False), rings, strict=True)]
+        pairs = zip(state.head_windows(gated=False), rings, strict=True)
+        keep = [head_window > ring for head_window, ring in pairs]
         self._keep = torch.tensor(keep)[:, None]
         self._sinks = torch.tensor(state.sinks)[:, None] if any(state.sinks) else None
         # A hooked attention layer is about to pass keys and values to ``update``
@@ -89,31 +93,32 @@ class SPKVCacheLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate for the batch size, heads, dtype and device of the first keys, [B, Hkv, T, D]."""
-        batch, _, _, size = key_states.shape
+        batch_size, _, _, head_dim = key_states.shape
         device = key_states.device
         self.is_initialized = True
         self._keep = self._keep.to(device)
         self._sinks = self._sinks.to(device) if self._sinks is not None else None
         self._heads = [heads.to(device) for heads in self._heads]
-        options: dict[str, Any] = {
-            "max_pages": self._max_pages,
-            "dtype": key_states.dtype,
-            "device": device,
-        }
         for heads, window in zip(self._heads, self._windows, strict=True):
+            page_size = self.page_size
             # Pages of local heads hold sink tokens alone
-            sinks = (
-                0
-                if self._sinks is None or self._keep[heads].any()
-                else int(self._sinks[heads].max())
+            if self._sinks is not None and not self._keep[heads].any():
+                num_sinks = int(self._sinks[heads].max())
+                page_size = min(page_size, num_sinks or page_size)
+            paged = PagedKVCache(
+                batch_size,
+                len(heads),
+                head_dim,
+                window=window,
+                page_size=page_size,
+                max_pages=self._max_pages,
+                dtype=key_states.dtype,
+                device=device,
             )
-            page_size = min(self.page_size, sinks or self.page_size)
-            self.paged.append(
-                PagedKVCache(batch, len(heads), size, window=window, page_size=page_size, **options)
-            )
+            self.paged.append(paged)
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Return the new keys and values unchanged.
 
@@ -221,12 +226,16 @@ class SPKVCacheLayer(CacheLayerMixin):
         self._check(k)
         real = self._new_tokens(mask)
         # Decide which keys to keep: [B, Hkv, T]
-        keep = self._with_sinks(self._keep.expand(*k.shape[:3]) if keep is None else keep, real)
+        if keep is None:
+            keep = self._keep.expand(*k.shape[:3])
+        keep = self._with_sinks(keep, real)
         if real is None:
             return k, v, keep, None, None
         # Move padding to the end of each row, where no token sees it
         order = torch.argsort(~real, dim=1, stable=True)
-        k, v, keep = (_reorder(x, order) for x in (k, v, keep))
+        k = _reorder(k, order)
+        v = _reorder(v, order)
+        keep = _reorder(keep, order)
         return k, v, keep, order, real.sum(1)
 
     def _attend(
@@ -242,11 +251,12 @@ class SPKVCacheLayer(CacheLayerMixin):
         """Compute ``attend`` for the heads of one ring size, with ``lengths`` [B] new tokens that are no padding."""
         # Decode a single token
         if q.shape[2] == 1 and lengths is None:
-            if (
-                self._num_unread == self._num_readers
-            ):  # the layer with the keys attends, not a reader of them
+            # Readers of the keys attend after the layer that has them
+            is_reader = self._num_unread < self._num_readers
+            if not is_reader:
                 paged.append(k[:, :, 0], v[:, :, 0], keep[:, :, 0])
-            return decode_attention(q[:, :, 0], paged, **options)[:, :, None]
+            out = decode_attention(q[:, :, 0], paged, **options)
+            return out[:, :, None]
         # Attend before the keys are stored
         if self.tokens == 0:
             out = attention(q, k, v, window=paged.window, keep=keep.contiguous(), **options)
@@ -281,29 +291,35 @@ class SPKVCacheLayer(CacheLayerMixin):
         """
         if mask is None and self.mask is None:
             return None
+        # Compare each mask once, in the first layer
         if mask is None or self._masks[0] is not self.mask or self._masks[1] is not mask:
-            cached, real = (None, None) if mask is None else mask.tensor_split([self.tokens], dim=1)
-            before = (
-                torch.ones_like(cached) if self.mask is None and cached is not None else self.mask
-            )
-            if cached is None or real is None or before is None or not torch.equal(cached, before):
+            real = None if mask is None else self._compared(mask)
+            if mask is None or real is None:
                 raise UserError(
                     "attention_mask is missing, or differs from earlier calls for tokens that the cache has seen\nkeep "
                     "it as it was and append columns for new tokens, or start with a new cache"
                 )
-            self._masks[:] = self.mask, mask, None if bool(real.all()) else real
+            self._masks[0] = self.mask
+            self._masks[1] = mask
+            self._masks[2] = None if bool(real.all()) else real
         self.mask = mask
         return self._masks[2]
+
+    def _compared(self, mask: Tensor) -> Tensor | None:
+        """Return the columns of new tokens of a mask; None if those of cached ones are not as they were."""
+        cached, new = mask.tensor_split([self.tokens], dim=1)
+        before = torch.ones_like(cached) if self.mask is None else self.mask
+        return new if torch.equal(cached, before) else None
 
     def _with_sinks(self, keep: Tensor, real: Tensor | None) -> Tensor:
         """Return ``keep`` [B, Hkv, T], and true for the sink tokens among the new tokens; as in ``attend``."""
         if self._sinks is None:
             return keep
-        index = (
-            torch.arange(keep.shape[2], device=keep.device) if real is None else real.cumsum(1) - 1
-        )
-        position = (self.paged[0].seq_lens[:, None] + index)[:, None]
-        return keep | (position < self._sinks)
+        index = torch.arange(keep.shape[2], device=keep.device)
+        if real is not None:
+            index = real.cumsum(1) - 1
+        position = self.paged[0].seq_lens[:, None] + index
+        return keep | (position[:, None] < self._sinks)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return the number of tokens that a mask would cover, and the offset of the first."""
@@ -319,9 +335,11 @@ class SPKVCacheLayer(CacheLayerMixin):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Make row i a copy of row ``beam_idx[i]``."""
-        if self.paged:
-            self.paged = [paged.select(beam_idx.to(paged.seq_lens.device)) for paged in self.paged]
-            self.mask = None if self.mask is None else self.mask[beam_idx.to(self.mask.device)]
+        if not self.paged:
+            return
+        self.paged = [paged.select(beam_idx.to(paged.seq_lens.device)) for paged in self.paged]
+        if self.mask is not None:
+            self.mask = self.mask[beam_idx.to(self.mask.device)]
 
     def reset(self) -> None:
         """Reset the cache to its empty state."""
@@ -353,27 +371,32 @@ class SPKVLatentCacheLayer(SPKVCacheLayer):
     returns_stored = True
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Return latents [B, 1, S + T, R] and rotary keys [B, 1, S + T, P] of S stored tokens, then of T new ones."""
         if key_states.shape[1] != 1:
             raise UserError(_NOT_PASSED_ON)
         super().update(key_states, value_states)
         new = torch.cat([key_states, value_states.to(key_states.dtype)], -1)
-        first, second = pad(new, (0, new.shape[-1] % 2)).chunk(2, -1)
+        num_channels = new.shape[-1]
+        first, second = pad(new, (0, num_channels % 2)).chunk(2, -1)
         self._halves = first, second  # of the new tokens, until they are stored
         if self.tokens == 0:
             return key_states, value_states
         self._check(first)
-        # Read the pages, of which the last ones may be empty in some rows, then the ring
+        stored = self._stored()[:, None, :, :num_channels]
+        latents_and_keys = torch.cat([stored.to(new.dtype), new], 2)
+        rank = key_states.shape[-1]
+        return latents_and_keys[..., :rank], latents_and_keys[..., rank:]
+
+    def _stored(self) -> Tensor:
+        """Read what is stored, [B, S, 2 D]: the pages, the last ones of which may be empty in a row, then the ring."""
         paged = self.paged[0]
-        pages = paged.block_table[:, 0, : -(-int(paged.lengths.max()) // paged.page_size)].clamp(
-            min=0
-        )
-        long_term = torch.cat([paged.pool_k[pages], paged.pool_v[pages]], -1).flatten(1, 2)
-        stored = torch.cat([long_term, torch.cat([paged.ring_k[:, 0], paged.ring_v[:, 0]], -1)], 1)
-        both = torch.cat([stored[:, None, :, : new.shape[-1]].to(new.dtype), new], 2)
-        return both[..., : key_states.shape[-1]], both[..., key_states.shape[-1] :]
+        num_pages = math.ceil(int(paged.lengths.max()) / paged.page_size)
+        pages = paged.block_table[:, 0, :num_pages].clamp(min=0)
+        long_term = torch.cat([paged.pool_k[pages], paged.pool_v[pages]], -1)
+        ring = torch.cat([paged.ring_k[:, 0], paged.ring_v[:, 0]], -1)
+        return torch.cat([long_term.flatten(1, 2), ring], 1)
 
     def _prepare(self, k: Tensor, v: Tensor, keep: Tensor | None, mask: Tensor | None) -> _New:
         """Return what ``SPKVCacheLayer`` does, but keys and values [B, H, S + T, D] of stored and new tokens."""
@@ -382,7 +405,9 @@ class SPKVLatentCacheLayer(SPKVCacheLayer):
         if order is not None:
             num_stored = k.shape[2] - order.shape[1]
             stored = torch.arange(num_stored, device=k.device).expand(len(k), -1)
-            k, v = (_reorder(x, torch.cat([stored, num_stored + order], 1)) for x in (k, v))
+            whole_order = torch.cat([stored, num_stored + order], 1)
+            k = _reorder(k, whole_order)
+            v = _reorder(v, whole_order)
         return k, v, keep, order, lengths
 
     def _attend(
@@ -397,20 +422,16 @@ class SPKVLatentCacheLayer(SPKVCacheLayer):
     ) -> Tensor:
         """Compute ``attend`` over keys and values [B, H, S + T, D], then store latents and rotary keys."""
         if self.tokens == 0:
-            out = attention(
-                q,
-                k,
-                v,
-                window=paged.window,
-                keep=keep.expand(-1, k.shape[1], -1).contiguous(),
-                **options,
-            )
+            keep_of_heads = keep.expand(-1, k.shape[1], -1).contiguous()
+            out = attention(q, k, v, window=paged.window, keep=keep_of_heads, **options)
         else:
             visible = self._visible(keep, k.shape[2] - q.shape[2])
-            parts = zip(torch.split(q, _QUERIES, 2), torch.split(visible, _QUERIES, 2), strict=True)
-            out = torch.cat(
-                [_masked_attention(queries, k, v, seen, **options) for queries, seen in parts], 2
-            )
+            outputs = []
+            for start in range(0, q.shape[2], _QUERIES):
+                queries = slice(start, start + _QUERIES)
+                some = _masked_attention(q[:, :, queries], k, v, visible[:, :, queries], **options)
+                outputs.append(some)
+            out = torch.cat(outputs, 2)
         first, second = self._halves
         if q.shape[2] == 1 and lengths is None:
             paged.append(first[:, :, 0], second[:, :, 0], keep[:, :, 0])
@@ -429,14 +450,16 @@ class SPKVLatentCacheLayer(SPKVCacheLayer):
         long_term = (entries < paged.lengths)[:, None].expand(-1, length, -1)
         # Slots of the ring, by how many tokens ago they were filled
         last = paged.seq_lens[:, None] - 1
-        age = (last - torch.arange(paged.window, device=device)) % paged.window
-        ring = (age <= last)[:, None] & (
-            (token + age[:, None] + 1 < paged.window) | paged.ring_keep
-        )
+        slot = torch.arange(paged.window, device=device)
+        age = (last - slot) % paged.window
+        is_filled = age <= last
+        is_in_window = token + age[:, None] + 1 < paged.window
+        ring = is_filled[:, None] & (is_in_window | paged.ring_keep)
         # New tokens
         age = token - torch.arange(length, device=device)
         new = (age >= 0) & ((age < paged.window) | keep)
-        return torch.cat([long_term, ring, new], 2)[:, None]
+        visible = torch.cat([long_term, ring, new], 2)
+        return visible[:, None]
 
 
 class SPKVHybridCacheLayer(SPKVCacheLayer, LinearAttentionAndFullAttentionLayer):
@@ -444,9 +467,8 @@ class SPKVHybridCacheLayer(SPKVCacheLayer, LinearAttentionAndFullAttentionLayer)
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         """Allocate for the first keys and values, which are passed by position, or for the first other states."""
-        (SPKVCacheLayer if args else LinearAttentionLayer).lazy_initialization(
-            self, *args, **kwargs
-        )
+        kind = SPKVCacheLayer if args else LinearAttentionLayer
+        kind.lazy_initialization(self, *args, **kwargs)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Make row i a copy of row ``beam_idx[i]``."""
@@ -470,7 +492,9 @@ def local_window(state: LayerState) -> int | None:
 def _reorder(x: Tensor, order: Tensor) -> Tensor:
     """Return ``x`` [B, H, T] or [B, H, T, D] with its tokens in the order [B, T]."""
     index = order[:, None].expand(-1, x.shape[1], -1)
-    return x.gather(2, index if x.ndim == 3 else index[..., None].expand(*index.shape, x.shape[3]))
+    if x.ndim == 4:
+        index = index[..., None].expand(*index.shape, x.shape[3])
+    return x.gather(2, index)
 
 
 def _masked_attention(
@@ -488,15 +512,17 @@ def _masked_attention(
     Learned sinks [H] only add to the denominators of the softmax.
     """
     dtype = torch.promote_types(q.dtype, torch.float32)
-    scores = q.to(dtype) @ k.to(dtype).mT * (q.shape[-1] ** -0.5 if scale is None else scale)
-    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
-    sinks = (
-        scores.new_full(scores.shape[1:2], -torch.inf)
-        if sink_logits is None
-        else sink_logits.to(dtype)
-    )
-    column = sinks[:, None, None].expand(*scores.shape[:-1], 1)
-    weights = torch.cat([scores.masked_fill(~visible, -torch.inf), column], -1).softmax(-1)[
-        ..., :-1
-    ]
-    return (weights @ v.to(dtype)).to(q.dtype)
+    if scale is None:
+        scale = q.shape[-1] ** -0.5
+    scores = q.to(dtype) @ k.to(dtype).mT * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~visible, -torch.inf)
+    # A learned sink is one more column of scores, without a value
+    if sink_logits is None:
+        sink_logits = scores.new_full(scores.shape[1:2], -torch.inf)
+    column = sink_logits.to(dtype)[:, None, None]
+    column = column.expand(*scores.shape[:-1], 1)
+    weights = torch.cat([scores, column], -1).softmax(-1)
+    out = weights[..., :-1] @ v.to(dtype)
+    return out.to(q.dtype)
