@@ -22,6 +22,15 @@ from spkv_nas.base.distributed import sum_over_processes
 from spkv_nas.base.errors import UserError, not_finite
 from spkv_nas.model import attention, gates, modes
 
+# Of the price of keys
+PROPORTIONAL = 6.0  # gain per unit of density
+INTEGRAL = 0.15  # gain per unit of density and step
+_MIN_RATE = 0.1  # share of the largest learning rate below which the gains stop growing
+# Limit of the proportional term: gates that start alike respond late and all at once
+_MAX_PROPORTIONAL = 1.0
+_MAX_EXPONENT = 4.0  # limit of the exponent: a price of e^4 times the first
+_MIN_SHARE = 0.1  # minimum first price, as a share of the mean absolute benefit
+
 
 class DensityTracker:
     """Measure the density of every KV head, the share of tokens with ``u >= tau``, from ``start`` to ``stop``.
@@ -36,7 +45,7 @@ class DensityTracker:
         self._watch = ExitStack()
         self._started = False
         self._tau = 0.0
-        # kept tokens, NaN utilities and tokens of heads, int64 [3, layers, Hkv], on the device; None before any
+        # Kept tokens, NaN utilities and tokens of heads, int64 [3, layers, Hkv], on the device; None before any
         self._counts: torch.Tensor | None = None
         self._real: torch.Tensor | None = None
 
@@ -57,25 +66,25 @@ class DensityTracker:
 
     def _count(self, layer: int, logits: torch.Tensor, is_text: torch.Tensor) -> None:
         """Count kept tokens and NaN utilities in the logits [B, Hkv, T] of a layer."""
-        if (
-            self._only_learning and not torch.is_grad_enabled()
-        ):  # a teacher's pass through the same layers
+        # Leave out a teacher's pass through the same layers
+        if self._only_learning and not torch.is_grad_enabled():
             return
         logits = logits.detach()
+        is_kept = gates.keeps(logits, self._tau)
         is_wrong = logits.isnan()
-        flags = torch.stack([gates.keeps(logits, self._tau), is_wrong, torch.ones_like(is_wrong)])
+        flags = torch.stack([is_kept, is_wrong, torch.ones_like(is_wrong)])
         # Leave out padding and filling
-        flags &= (is_text if self._real is None else self._real)[:, None].to(logits.device)
+        is_counted = is_text if self._real is None else self._real
+        flags &= is_counted[:, None].to(logits.device)
         if self._counts is None:
             self._counts = self._zeros(logits.device)
-        self._counts[:, layer, : logits.shape[1]] += flags.sum((1, 3)).to(self._counts.device)
+        num_heads = logits.shape[1]
+        self._counts[:, layer, :num_heads] += flags.sum((1, 3)).to(self._counts.device)
 
     def _zeros(self, device: torch.device | str) -> torch.Tensor:
         """Return counts of no token."""
-        states = attention.layer_states(self._model)
-        return torch.zeros(
-            3, len(states), max(attention.heads_per_layer(states)), dtype=torch.int64, device=device
-        )
+        heads = attention.heads_per_layer(attention.layer_states(self._model))
+        return torch.zeros(3, len(heads), max(heads), dtype=torch.int64, device=device)
 
     @contextmanager
     def whole_pass(self) -> Iterator[None]:
@@ -118,12 +127,12 @@ def head_densities(counts: torch.Tensor) -> NDArray[np.float64] | None:
     kept, wrong, tokens = counts.cpu().numpy()
     if not tokens.any():
         return None
+    has_gate = tokens > 0
     if wrong.any():
         first = tuple(np.argwhere(wrong)[0].tolist())
-        raise UserError(
-            not_finite("the utility", int((wrong > 0).sum()), int((tokens > 0).sum()), first)
-        )
-    return np.where(tokens > 0, kept / np.maximum(tokens, 1), np.nan)
+        num_wrong = int((wrong > 0).sum())
+        raise UserError(not_finite("the utility", num_wrong, int(has_gate.sum()), first))
+    return np.where(has_gate, kept / np.maximum(tokens, 1), np.nan)
 
 
 def mean_density(counts: torch.Tensor) -> torch.Tensor:
@@ -143,15 +152,6 @@ def layout_density(model: torch.nn.Module) -> float:
     return sum(is_global) / len(is_global) if is_global else float("nan")
 
 
-PROPORTIONAL = 6.0  # gain per unit of density
-INTEGRAL = 0.15  # gain per unit of density and step
-_MIN_RATE = 0.1  # share of the largest learning rate below which the gains stop growing
-# Limit of the proportional term: gates that start alike respond late and all at once
-_MAX_PROPORTIONAL = 1.0
-_MAX_EXPONENT = 4.0  # limit of the exponent: a price of e^4 times the first
-_MIN_SHARE = 0.1  # minimum first price, as a share of the mean absolute benefit
-
-
 class Price:
     """Controller of the price of keys, which sets each step's price from the densities of the steps before.
 
@@ -161,30 +161,36 @@ class Price:
     def __init__(self, target: float) -> None:
         """Start at price 0 with a ``target`` density."""
         self.target = target  # share of the keys to keep, in [0, 1]
-        # price of the next step, float64 on the device; 0 in the first step, which measures benefits
+        # Price of the next step, float64 on the device; 0 in the first step, which measures benefits
         self.value: torch.Tensor | float = 0.0
-        self._sum: torch.Tensor | float = 0.0
-        self.first = self._largest_rate = (
-            0.0  # price that the benefits set, above 0 as soon as they are measured
-        )
+        # Price that the benefits set, above 0 as soon as they are measured
+        self.first = 0.0
+        self._sum: torch.Tensor | float = 0.0  # integral term of the exponent
+        self._largest_rate = 0.0
 
     def begin(self, benefits: NDArray[np.float64]) -> None:
         """Set the first price from the benefits of heads [layers, KV heads]; NaN for heads without a gate."""
+        self.first = float(np.finfo(np.float32).tiny)
         gated = benefits[np.isfinite(benefits)]
-        quantile = float(np.quantile(gated, 1.0 - self.target)) if gated.size else 0.0
-        least = _MIN_SHARE * float(np.abs(gated).mean()) if gated.size else 0.0
-        self.first = max(quantile, least, float(np.finfo(np.float32).tiny))
+        if gated.size:
+            quantile = float(np.quantile(gated, 1.0 - self.target))
+            mean_size = float(np.abs(gated).mean())
+            self.first = max(self.first, quantile, _MIN_SHARE * mean_size)
 
     def move(self, density: torch.Tensor, learning_rate: float) -> None:
         """Update the price after a step of mean density ``density``, float64, taken at ``learning_rate``."""
         self._largest_rate = max(self._largest_rate, learning_rate)
         response = max(_MIN_RATE, learning_rate / self._largest_rate)
         error = (density - self.target) / response
-        self._sum = (self._sum + INTEGRAL * error).clamp(max=_MAX_EXPONENT)
-        proportional = (PROPORTIONAL * error).clamp(-_MAX_PROPORTIONAL, _MAX_PROPORTIONAL)
-        exponent = (self._sum + proportional).clamp(max=_MAX_EXPONENT)
+        integral = self._sum + INTEGRAL * error
+        self._sum = integral.clamp(max=_MAX_EXPONENT)
+        proportional = PROPORTIONAL * error
+        proportional = proportional.clamp(-_MAX_PROPORTIONAL, _MAX_PROPORTIONAL)
+        exponent = self._sum + proportional
+        exponent = exponent.clamp(max=_MAX_EXPONENT)
         # Exponential above the first price, linear below, so that negative prices can raise the density
-        self.value = self.first * exponent.exp().where(exponent > 0.0, 1.0 + exponent)
+        factor = exponent.exp().where(exponent > 0.0, 1.0 + exponent)
+        self.value = self.first * factor
 
     def state(self) -> dict[str, float]:
         """Read the state for a checkpoint."""
@@ -229,17 +235,17 @@ class KeyBenefitEstimator:
     ) -> None:
         """Add the benefits of a backward pass, from logits and their gradient [B, Hkv, T], over text [B, T]."""
         slope = torch.sigmoid(logits) * torch.sigmoid(-logits)  # du / dlogit; 0 without a gate
-        has_gate = (slope > 0.0) & is_text[
-            :, None
-        ]  # not in global and local heads, and not for sink tokens
+        # Keys of global and local heads have no gate, and neither have sink tokens
+        has_gate = (slope > 0.0) & is_text[:, None]
         num_keys = is_text.sum()
         num_gated = has_gate.sum((0, 2))
-        sums = -(gradient / slope).where(has_gate, 0.0).sum((0, 2))
-        scale = torch.where(
-            num_keys > 0, num_keys / num_gated, 0.0
-        )  # NaN without any gate, 0 without text
+        by_utility = (gradient / slope).where(has_gate, 0.0)
+        sums = -by_utility.sum((0, 2))
+        # NaN without any gate, 0 without text
+        scale = torch.where(num_keys > 0, num_keys / num_gated, 0.0)
         benefit = sums * scale * self._num_gates
-        self._benefits[layer] = self._benefits.get(layer, torch.zeros_like(benefit)) + benefit
+        before = self._benefits.get(layer, torch.zeros_like(benefit))
+        self._benefits[layer] = before + benefit
 
     def stop(self) -> NDArray[np.float64]:
         """Stop recording; return benefits [gated layers, KV heads], NaN without a gate, 0 if nothing was recorded."""
@@ -247,4 +253,5 @@ class KeyBenefitEstimator:
         benefits = [self._benefits[layer].cpu() for layer in sorted(self._benefits)]
         if not benefits:
             return np.zeros(self._grid)
-        return pad_sequence(benefits, batch_first=True, padding_value=math.nan).double().numpy()
+        grid = pad_sequence(benefits, batch_first=True, padding_value=math.nan)
+        return grid.double().numpy()

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from spkv_nas.base.distributed import sum_over_processes
 from spkv_nas.model import attach, attention, loss, modes, windows
-from spkv_nas.model.loss import NO_TARGET, DecoderPass, forward_inside, logits_of, replaced
+from spkv_nas.model.loss import NO_TARGET, DecoderPass, Forward, forward_inside, logits_of, replaced
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,9 @@ class Teacher:
     """Dense model whose predictions a student learns."""
 
     model: PreTrainedModel  # the student itself, or a copy of the dense model
-    # returns a context in which passes of model are the dense model's
+    # Returns a context in which passes of model are the dense model's
     dense_state: Callable[[], AbstractContextManager[object]] = nullcontext
-    # returns a context in which the logits it computes from last hidden states are; cheaper to enter
+    # Returns a context in which the logits it computes from last hidden states are; cheaper to enter
     dense_head: Callable[[], AbstractContextManager[object]] = nullcontext
 
 
@@ -82,7 +82,7 @@ class Distillation:
     teacher: Teacher  # the dense model
     weight: float = 1.0  # weight of the divergence, in (0, 1]; the NLL has the rest
     temperature: float = 1.0  # temperature of both predictions
-    # float64 [3]: sums of NLL and divergence over tokens, and the number of tokens, since the last ``take_means``
+    # Float64 [3]: sums of NLL and divergence over tokens, and the number of tokens, since the last ``take_means``
     sums: Tensor = field(default_factory=lambda: torch.zeros(3, dtype=torch.float64))
 
     def begin_pass(self, student: PreTrainedModel) -> DecoderPass:
@@ -104,9 +104,8 @@ class _DistilledPass(DecoderPass):
         super().__init__(student)
         self._distillation = distillation
         self._teacher_decoder = distillation.teacher.model.get_decoder()
-        self._replaced = (
-            ExitStack()
-        )  # the teacher must wait for the pass, in which autocast is as in training
+        # The teacher must wait for the pass, in which autocast is as in training
+        self._replaced = ExitStack()
         self._replaced.enter_context(replaced(self._decoder, "forward", self._decode))
 
     def _decode(self, *args: Any, **kwargs: Any) -> Any:
@@ -122,7 +121,7 @@ class _DistilledPass(DecoderPass):
                     self.taught = teacher(*args, **kwargs)
         return self._decoder.forward(*args, **kwargs)
 
-    def total(self, targets: Tensor, forward: Callable[..., Any]) -> Tensor:
+    def total(self, targets: Tensor, forward: Forward) -> Tensor:
         """Compute the sum of losses with gradients, then free what a sharded copy of the dense model has gathered."""
         total = super().total(targets, forward)
         teacher = self._distillation.teacher.model
@@ -131,7 +130,7 @@ class _DistilledPass(DecoderPass):
         return total
 
     def _losses(
-        self, logits: Tensor, targets: Tensor, taught: Tensor | None, forward: Callable[..., Any]
+        self, logits: Tensor, targets: Tensor, taught: Tensor | None, forward: Forward
     ) -> tuple[Tensor, Tensor | None]:
         """Compute a chunk's losses, float32 [n], and the gradient for its logits [n, V]; add the parts to the sums."""
         distillation = self._distillation
@@ -140,15 +139,15 @@ class _DistilledPass(DecoderPass):
         # Compute the teacher's logits, which need no gradient
         with torch.no_grad(), teacher.dense_head():
             forward = forward_inside(teacher.model)
-            reference = logits_of(self._teacher_decoder, type(self.taught), taught[None], forward)[
-                0
-            ]
+            output = type(self.taught)
+            reference = logits_of(self._teacher_decoder, output, taught[None], forward)[0]
         # Compute the parts of the losses, add them up, and mix them
         weight = distillation.weight
         temperature = distillation.temperature
         nll, divergence, gradient = loss.token_losses(
             logits, reference, targets, weight, temperature
         )
-        parts = torch.stack([x.sum().double() for x in (nll, divergence, targets != NO_TARGET)])
-        distillation.sums = distillation.sums.to(parts.device) + parts
+        is_target = targets != NO_TARGET
+        sums = [part.sum().double() for part in (nll, divergence, is_target)]
+        distillation.sums = distillation.sums.to(logits.device) + torch.stack(sums)
         return (1.0 - weight) * nll + weight * temperature**2 * divergence, gradient

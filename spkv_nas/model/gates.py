@@ -62,7 +62,12 @@ class UtilityPredictor(nn.Module):
         nn.init.constant_(self.down.bias, self._config.bias)
 
     def forward(
-        self, hidden_states: Tensor, *, sinks: bool = True, starts: Tensor | None = None, **_: Any
+        self,
+        hidden_states: Tensor,
+        *,
+        sinks: bool = True,
+        starts: Tensor | None = None,
+        **_: object,
     ) -> Tensor:
         """Compute logits float32 [B, Hkv, T] of hidden states [B, T, model_size].
 
@@ -77,19 +82,7 @@ class UtilityPredictor(nn.Module):
         device = hidden_states.device.type
         has_autocast = torch.amp.is_autocast_available(device)  # the device meta has none
         with torch.autocast(device, enabled=False) if has_autocast else nullcontext():
-            hidden = hidden_states.to(self.down.weight.dtype)
-            if self.up is not None:
-                hidden = self.up(hidden)
-                if self.mix is not None:
-                    hidden = self.mix(hidden.transpose(1, 2)).transpose(1, 2)
-                hidden = F.silu(hidden)
-            # A copy, not a view, because FSDP2 hooks the output
-            logits: Tensor = (
-                self.down(hidden)
-                .float()
-                .transpose(1, 2)
-                .clone(memory_format=torch.contiguous_format)
-            )
+            logits = self._predict(hidden_states.to(self.down.weight.dtype))
         # Fix the logits of sink tokens and of heads without a gate
         if sinks and self._config.sinks:
             position = torch.arange(logits.shape[2], device=logits.device)
@@ -100,6 +93,17 @@ class UtilityPredictor(nn.Module):
                 logits[:, head] = _FIXED[letter]
         return logits
 
+    def _predict(self, hidden: Tensor) -> Tensor:
+        """Compute logits float32 [B, Hkv, T] of hidden states [B, T, model_size] in the dtype of the weights."""
+        if self.up is not None:
+            hidden = self.up(hidden)
+            if self.mix is not None:
+                hidden = self.mix(hidden.transpose(1, 2)).transpose(1, 2)
+            hidden = F.silu(hidden)
+        logits: Tensor = self.down(hidden).float().transpose(1, 2)
+        # A copy, not a view, because FSDP2 hooks the output
+        return logits.clone(memory_format=torch.contiguous_format)
+
 
 class FixedGates(nn.Module):
     """Stand-in for the predictor of a layer without gated heads: infinite logits and no parameters."""
@@ -109,12 +113,13 @@ class FixedGates(nn.Module):
         super().__init__()
         self.row = row
 
-    def forward(self, hidden_states: Tensor, **_: Any) -> Tensor:
+    def forward(self, hidden_states: Tensor, **_: object) -> Tensor:
         """Return logits [B, Hkv, T] for hidden states [B, T, model_size]."""
+        batch_size, num_tokens = hidden_states.shape[:2]
         logits = hidden_states.new_empty(len(self.row), 1, dtype=torch.float32)
         for head, letter in enumerate(self.row):
             logits[head] = _FIXED[letter]
-        return logits.expand(len(hidden_states), len(self.row), hidden_states.shape[1])
+        return logits.expand(batch_size, len(self.row), num_tokens)
 
 
 @dataclass
@@ -129,9 +134,13 @@ class Gate:
 
     def of_heads(self, number: int) -> "Gate":
         """Return the gate of ``number`` heads, all of which have that of a latent that they share, [B, 1, T]."""
-        return Gate(
-            *(x if x is None else x.expand(-1, number, -1) for x in (self.log_utility, self.keep))
-        )
+        log_utility = self.log_utility
+        if log_utility is not None:
+            log_utility = log_utility.expand(-1, number, -1)
+        keep = self.keep
+        if keep is not None:
+            keep = keep.expand(-1, number, -1)
+        return Gate(log_utility, keep)
 
 
 def keeps(logits: Tensor, tau: float) -> Tensor:
@@ -162,24 +171,25 @@ def gate_from_logits(
     above = keeps(logits.detach(), tau)
     # Sample decisions
     if mode == "sampled":
-        u = torch.sigmoid(logits.detach())
-        likely = torch.lerp(u, above.to(u.dtype), anneal).clamp(p_min, 1.0 - p_min)
-        kept = torch.where(logits.isinf(), logits > 0, torch.rand_like(u) < likely)
+        utility = torch.sigmoid(logits.detach())
+        probability = torch.lerp(utility, above.to(utility.dtype), anneal)
+        probability = probability.clamp(p_min, 1.0 - p_min)
+        is_drawn = torch.rand_like(utility) < probability
+        kept = torch.where(logits.isinf(), logits > 0, is_drawn)
         if anneal > 0.0:
             return Gate(None, kept)
-        log_u = F.logsigmoid(
-            logits
-        )  # value 0 or -inf, gradient of log u; 0 from attention where -inf
-        return Gate(torch.where(kept, log_u - log_u.detach(), -math.inf), None)
+        # Value 0 or -inf, gradient of log u; where it is -inf, attention passes none back
+        log_utility = F.logsigmoid(logits)
+        straight_through = log_utility - log_utility.detach()
+        return Gate(torch.where(kept, straight_through, -math.inf), None)
     # Bias the scores by log u
     if anneal == 0.0:
         return Gate(F.logsigmoid(logits), None)
     # Anneal towards the binary gate
     logits = logits.detach()
-    below = math.log1p(-anneal) + F.logsigmoid(logits)
-    return Gate(
-        torch.where(above, torch.log(anneal + (1.0 - anneal) * torch.sigmoid(logits)), below), None
-    )
+    annealed = anneal + (1.0 - anneal) * torch.sigmoid(logits)
+    log_below = math.log1p(-anneal) + F.logsigmoid(logits)
+    return Gate(torch.where(above, torch.log(annealed), log_below), None)
 
 
 class _Priced(torch.autograd.Function):
@@ -200,9 +210,10 @@ class _Priced(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         """Add price * u (1 - u) / n, the derivative of ``price * mean(u)`` over n logits."""
         logits, is_text = ctx.saved_tensors
-        u = torch.sigmoid(logits)
+        utility = torch.sigmoid(logits)
         number = logits.shape[1] * is_text.sum().clamp_min(1)
-        return grad + ctx.price / number * u * (1.0 - u) * is_text[:, None], None, None
+        penalty = ctx.price / number * utility * (1.0 - utility) * is_text[:, None]
+        return grad + penalty, None, None
 
 
 def priced(logits: Tensor, price: Tensor | float, is_text: Tensor) -> Tensor:
@@ -213,9 +224,17 @@ def priced(logits: Tensor, price: Tensor | float, is_text: Tensor) -> Tensor:
 
 def predictors(model: nn.Module) -> dict[str, UtilityPredictor]:
     """Return the utility predictors of a model by module name, in layer order."""
-    return {name: m for name, m in model.named_modules() if isinstance(m, UtilityPredictor)}
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, UtilityPredictor)
+    }
 
 
-def predictor_parameters(model: nn.Module) -> set[Any]:
+def predictor_parameters(model: nn.Module) -> set[nn.Parameter]:
     """Return the parameters that belong to utility predictors."""
-    return {p for module in predictors(model).values() for p in module.parameters()}
+    return {
+        parameter
+        for predictor in predictors(model).values()
+        for parameter in predictor.parameters()
+    }

@@ -6,7 +6,6 @@ token does in the denominator; only its value is missing, which is near zero in 
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -57,11 +56,10 @@ def learned_sinks(model: torch.nn.Module) -> list[LearnedSinks]:
     return [module for module in model.modules() if isinstance(module, LearnedSinks)]
 
 
-def added_parameters(model: torch.nn.Module) -> set[Any]:
+def added_parameters(model: torch.nn.Module) -> set[torch.nn.Parameter]:
     """Return the parameters that this package added to a model: those of predictors and of learned sinks."""
-    return predictor_parameters(model) | {
-        p for module in learned_sinks(model) for p in module.parameters()
-    }
+    of_sinks = {module.logits for module in learned_sinks(model)}
+    return predictor_parameters(model) | of_sinks
 
 
 def chosen_sink_logits(

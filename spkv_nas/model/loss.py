@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from spkv_nas.base import errors, memory
 
 NO_TARGET = -100  # label to ignore
+Forward = Callable[..., Any]  # model, or its forward method
 _NOT_DRAWN = -1.0  # number in place of a label to draw, where there is none
 
 
@@ -61,40 +62,44 @@ def read_nll(
     """Compute ``token_nll`` of the ``inputs`` of a pass, while ``reader`` reads some of its logits."""
     positions = dict(inputs)
     input_ids = positions.pop("input_ids")
-    if (decoder_pass := _large_pass(model, input_ids, **positions)) is not None:
+    decoder_pass = _large_pass(model, input_ids, **positions)
+    if decoder_pass is not None:
         return decoder_pass.losses(input_ids[:, 1:], model, reader)
     logits = model(input_ids=input_ids, use_cache=False, **positions).logits
     if reader is not None:
         reader.read(0, logits[:, reader.columns].flatten(0, 1))
-    return torch.stack(  # block by block, so that the float32 copy stays in the CPU cache
-        [
-            F.cross_entropy(block[:-1].float(), ids[1:], reduction="none")
-            for block, ids in zip(logits, input_ids, strict=True)
-        ]
-    )
+    # Block by block, so that the float32 copy stays in the CPU cache
+    nlls = [
+        F.cross_entropy(block[:-1].float(), ids[1:], reduction="none")
+        for block, ids in zip(logits, input_ids, strict=True)
+    ]
+    return torch.stack(nlls)
 
 
 def target_tokens(input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
     """Return the tokens to predict, int64 [B, T - 1]: ``NO_TARGET`` for the first of a document, as filling is."""
     targets = input_ids[:, 1:]
-    return (
-        targets
-        if position_ids is None
-        else targets.masked_fill(position_ids[:, 1:] == 0, NO_TARGET)
-    )
+    if position_ids is None:
+        return targets
+    return targets.masked_fill(position_ids[:, 1:] == 0, NO_TARGET)
 
 
 def mean_nll(model: PreTrainedModel, input_ids: Tensor, **positions: Tensor) -> Tensor:
     """Compute the mean of ``token_nll`` over ``target_tokens``, with gradients; 0 without any. Warns as it does."""
     targets = target_tokens(input_ids, **positions)
-    if (decoder_pass := _large_pass(model, input_ids, **positions)) is not None:
+    decoder_pass = _large_pass(model, input_ids, **positions)
+    if decoder_pass is not None:
         total = decoder_pass.total(targets, model)
     else:
-        logits = (
-            model(input_ids=input_ids, use_cache=False, **positions).logits[:, :-1].flatten(0, 1)
-        )
+        logits = _predictions(model, input_ids, **positions)
         total = _whole_total(logits, None, targets.flatten())
     return total / (targets != NO_TARGET).sum().clamp_min(1)
+
+
+def _predictions(model: PreTrainedModel, input_ids: Tensor, **positions: Tensor) -> Tensor:
+    """Compute the logits [B (T - 1), V] of all tokens but the last of each block, in one pass."""
+    logits: Tensor = model(input_ids=input_ids, use_cache=False, **positions).logits
+    return logits[:, :-1].flatten(0, 1)
 
 
 def mean_divergence(
@@ -109,22 +114,17 @@ def mean_divergence(
     which the model's passes are the reference's. Other arguments and warnings are those of ``token_nll``.
     """
     targets = target_tokens(input_ids, **positions)
-    if (decoder_pass := _large_pass(model, input_ids, **positions)) is not None:
+    decoder_pass = _large_pass(model, input_ids, **positions)
+    if decoder_pass is not None:
         with torch.no_grad(), reference():
             decoder_pass.taught = model.get_decoder()(
                 input_ids=input_ids, use_cache=False, **positions
             )
         total = decoder_pass.total(targets, model)
     else:
-        logits = (
-            model(input_ids=input_ids, use_cache=False, **positions).logits[:, :-1].flatten(0, 1)
-        )
+        logits = _predictions(model, input_ids, **positions)
         with torch.no_grad(), reference():
-            reference_logits = (
-                model(input_ids=input_ids, use_cache=False, **positions)
-                .logits[:, :-1]
-                .flatten(0, 1)
-            )
+            reference_logits = _predictions(model, input_ids, **positions)
         total = _whole_total(logits, reference_logits, targets.flatten())
     return total / (targets != NO_TARGET).sum().clamp_min(1)
 
@@ -146,14 +146,15 @@ def sampled_nlls(
     """
     is_target = target_tokens(input_ids, **positions) != NO_TARGET
     numbers = uniforms.to(input_ids.device).where(is_target, _NOT_DRAWN)
-    if (decoder_pass := _large_pass(model, input_ids, **positions)) is not None:
+    decoder_pass = _large_pass(model, input_ids, **positions)
+    if decoder_pass is not None:
         decoder_pass.draws = True
-        yield from (decoder_pass.total(of_draw, model) for of_draw in numbers)
+        for draw in numbers:
+            yield decoder_pass.total(draw, model)
         return
-    logits = model(input_ids=input_ids, use_cache=False, **positions).logits[:, :-1].flatten(0, 1)
-    yield from (
-        _whole_total(logits, None, _drawn(logits, of_draw.flatten())) for of_draw in numbers
-    )
+    logits = _predictions(model, input_ids, **positions)
+    for draw in numbers:
+        yield _whole_total(logits, None, _drawn(logits, draw.flatten()))
 
 
 @torch.no_grad()
@@ -200,12 +201,11 @@ def token_losses(
     q = log_p
     if reference is not None:
         if temperature != 1.0:
-            log_p_t, reference = (
-                (logits.to(dtype) / temperature).log_softmax(-1),
-                reference.to(dtype) / temperature,
-            )
+            log_p_t = (logits.to(dtype) / temperature).log_softmax(-1)
+            reference = reference.to(dtype) / temperature
         log_q = reference.to(dtype).log_softmax(-1)
-        slope += weight * temperature * (log_p_t.gather(1, ids).exp() - log_q.gather(1, ids).exp())
+        excess = log_p_t.gather(1, ids).exp() - log_q.gather(1, ids).exp()
+        slope += weight * temperature * excess
         q = log_q.exp()
         divergence = log_q.sub_(log_p_t).mul_(q).sum(-1).where(is_target, 0.0)
     if not logits.requires_grad:
@@ -220,11 +220,10 @@ def token_losses(
         if weight < 1.0:
             gradient.add_(log_p.exp_(), alpha=1.0 - weight)
     gradient = gradient.mul_(is_target[:, None]).to(logits.dtype)
-    return (
-        nll,
-        divergence,
-        gradient.scatter_(1, ids, slope.where(is_target[:, None], 0.0).to(logits.dtype)),
-    )
+    # Gradient for the logits of targets
+    slope = slope.where(is_target[:, None], 0.0)
+    gradient = gradient.scatter_(1, ids, slope.to(logits.dtype))
+    return nll, divergence, gradient
 
 
 @contextmanager
@@ -236,11 +235,15 @@ def compiled_losses() -> Iterator[None]:
 
 def _whole_total(logits: Tensor, reference: Tensor | None, targets: Tensor) -> Tensor:
     """Sum the NLL of logits [n, V], or the divergence from ``reference`` if it is given, with gradients."""
-    nll, divergence, gradient = token_losses(
-        logits, reference, targets, 0.0 if reference is None else 1.0
-    )
-    total = (nll if reference is None else divergence).sum()
-    return total if gradient is None else _Loss.apply(total, [gradient], logits)  # type: ignore[no-untyped-call]
+    if reference is None:
+        losses, _, gradient = token_losses(logits, None, targets)
+    else:
+        _, losses, gradient = token_losses(logits, reference, targets, weight=1.0)
+    total = losses.sum()
+    if gradient is None:
+        return total
+    result: Tensor = _Loss.apply(total, [gradient], logits)  # type: ignore[no-untyped-call]
+    return result
 
 
 @contextmanager
@@ -280,7 +283,9 @@ class _ChunkedLoss:
         # Whether logits of chunks are those of the whole pass; None before the first pass
         self._chunks_agree: bool | None = None
 
-    def begin(self, _model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    def begin(
+        self, _model: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[object, ...], dict[str, Any]] | None:
         """Begin a pass with labels: capture the decoder pass, and ask for the logits of the last position only."""
         self._pending.clear()
         labels = kwargs.get("labels")
@@ -302,7 +307,7 @@ class _ChunkedLoss:
         logits: Tensor,
         labels: Tensor,
         *args: Any,
-        num_items_in_batch: Any = None,
+        num_items_in_batch: Tensor | int | None = None,
         **kwargs: Any,
     ) -> Tensor:
         """Compute the loss from the decoder pass, or from all logits where there is none, as the model's own loss."""
@@ -327,13 +332,13 @@ class _ChunkedLoss:
         return result
 
 
-def forward_inside(model: PreTrainedModel) -> Callable[..., Any]:
+def forward_inside(model: PreTrainedModel) -> Forward:
     """Return the ``forward`` of a model, to call inside its own pass.
 
     Accelerate wraps ``forward`` in one autocast object, which forgets the state to restore if it is entered twice:
     autocast would stay on for the rest of the process. Inside the pass it is on already.
     """
-    forward: Callable[..., Any] = vars(model).get("_original_forward", model.forward)
+    forward: Forward = vars(model).get("_original_forward", model.forward)
     return forward
 
 
@@ -353,12 +358,12 @@ class DecoderPass:
         self.draws = False  # whether targets are numbers in [0, 1), by which tokens are drawn
         self._hook = self._decoder.register_forward_hook(self._see)
 
-    def _see(self, _decoder: nn.Module, _args: Any, output: Any) -> None:
+    def _see(self, _decoder: nn.Module, _args: tuple[object, ...], output: Any) -> None:
         """Store the output of the pass, and remove the hook."""
         self._output = output
         self._hook.remove()
 
-    def makes(self, last: Tensor, forward: Callable[..., Any]) -> bool:
+    def makes(self, last: Tensor, forward: Forward) -> bool:
         """Return whether the pass's last logits [B, 1, V] depend on the last hidden states alone; warn if not."""
         self._hook.remove()
         hidden = getattr(self._output, "last_hidden_state", None)
@@ -372,33 +377,36 @@ class DecoderPass:
 
     @torch.no_grad()
     def losses(
-        self, targets: Tensor, forward: Callable[..., Any], reader: LogitReader | None = None
+        self, targets: Tensor, forward: Forward, reader: LogitReader | None = None
     ) -> Tensor:
         """Compute the loss at every position but the last of each block, float32 [B, T - 1], without gradients."""
-        losses = []
+        chunk_losses = []
         rows = None if reader is None else reader.rows(len(targets), targets.shape[1] + 1)
         start = 0
         for states, ids, taught in self._chunks(targets):
             logits = self._logits(states, forward)
-            losses.append(self._losses(logits, ids, taught, forward)[0])
+            losses, _ = self._losses(logits, ids, taught, forward)
+            chunk_losses.append(losses)
+            end = start + len(ids)
             if reader is not None and rows is not None:
                 # Rows of this chunk; they are ascending
-                first, end = torch.searchsorted(
-                    rows, torch.tensor([start, start + len(ids)], device=rows.device)
-                ).tolist()
-                if first < end:
-                    reader.read(first, logits[rows[first:end] - start])
-            start += len(ids)
-        return torch.cat(losses).view(targets.shape[:2])
+                bounds = torch.tensor([start, end], device=rows.device)
+                first, last = torch.searchsorted(rows, bounds).tolist()
+                if first < last:
+                    reader.read(first, logits[rows[first:last] - start])
+            start = end
+            del logits  # before the next chunk's
+        return torch.cat(chunk_losses).view(targets.shape[:2])
 
-    def total(self, targets: Tensor, forward: Callable[..., Any]) -> Tensor:
+    def total(self, targets: Tensor, forward: Forward) -> Tensor:
         """Compute the sum of ``losses`` with gradients, summed in float32; by chunks, so logits are computed once."""
         if not torch.is_grad_enabled():
             return self.losses(targets, forward).sum()
         parameters = [
             parameter for parameter in self._model.parameters() if parameter.requires_grad
         ]
-        sums: dict[int, Tensor] = {}  # gradients of the parameters that the logits depend on
+        # Gradients of the parameters that the logits depend on, by number
+        sums: dict[int, Tensor] = {}
         hidden = self._output.last_hidden_state
         hidden_gradients = []
         total = torch.zeros((), device=hidden.device)
@@ -414,10 +422,10 @@ class DecoderPass:
             del logits, gradient  # before the next chunk's
             hidden_gradients.append(hidden_gradient)
             for number, gradient in enumerate(parameter_gradients):
-                if gradient is not None:
-                    sums[number] = (
-                        gradient.float() if number not in sums else sums[number].add_(gradient)
-                    )
+                if gradient is not None and number in sums:
+                    sums[number].add_(gradient)
+                elif gradient is not None:
+                    sums[number] = gradient.float()
         # Return them as one autograd node
         inputs = [parameters[number] for number in sums]
         gradients = [
@@ -432,19 +440,18 @@ class DecoderPass:
     def _chunks(self, targets: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
         """Yield chunks of last hidden states [n, C], of targets [n], and of the states of ``taught`` if it is set."""
         device = str(self._output.last_hidden_state.device)
-        size = _chunk_tokens(
-            self._model, memory.chunk_bytes(device) if torch.is_grad_enabled() else None
-        )
-        hidden, taught = (
-            ()
-            if output is None
-            else torch.split(output.last_hidden_state[:, :-1].flatten(0, 1), size)
-            for output in (self._output, self.taught)
-        )
-        return zip_longest(hidden, torch.split(targets.flatten(0, 1), size), taught)
+        num_bytes = memory.chunk_bytes(device) if torch.is_grad_enabled() else None
+        size = _chunk_tokens(self._model, num_bytes)
+        hidden = self._output.last_hidden_state[:, :-1].flatten(0, 1)
+        hidden_chunks = torch.split(hidden, size)
+        target_chunks = torch.split(targets.flatten(0, 1), size)
+        if self.taught is None:
+            return zip(hidden_chunks, target_chunks, repeat(None), strict=False)
+        taught = self.taught.last_hidden_state[:, :-1].flatten(0, 1)
+        return zip(hidden_chunks, target_chunks, torch.split(taught, size), strict=True)
 
     def _losses(
-        self, logits: Tensor, targets: Tensor, taught: Tensor | None, forward: Callable[..., Any]
+        self, logits: Tensor, targets: Tensor, taught: Tensor | None, forward: Forward
     ) -> tuple[Tensor, Tensor | None]:
         """Compute a chunk's losses, float32 [n], and the gradient for its logits [n, V] if they have one.
 
@@ -460,26 +467,23 @@ class DecoderPass:
         _, divergence, gradient = token_losses(logits, reference, targets, 1.0)
         return divergence, gradient
 
-    def _logits(self, hidden: Tensor, forward: Callable[..., Any]) -> Tensor:
+    def _logits(self, hidden: Tensor, forward: Forward) -> Tensor:
         """Compute logits [n, V] from last hidden states [n, C]."""
         # Not an index, whose gradient would be a copy
         return logits_of(self._decoder, type(self._output), hidden[None], forward).squeeze(0)
 
 
-def logits_of(
-    decoder: nn.Module, output: type, hidden: Tensor, forward: Callable[..., Any]
-) -> Tensor:
+def logits_of(decoder: nn.Module, output: type, hidden: Tensor, forward: Forward) -> Tensor:
     """Compute logits [B, T, V] with ``forward``, in which ``decoder`` returns the hidden states [B, T, C]."""
-    tokens = torch.zeros(
-        hidden.shape[:2], dtype=torch.long, device=hidden.device
-    )  # only their shape counts
+    # Only the shape of the tokens counts
+    tokens = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
     with replaced(decoder, "forward", lambda *_args, **_kwargs: output(last_hidden_state=hidden)):
         logits: Tensor = forward(input_ids=tokens, use_cache=False).logits
         return logits
 
 
 @contextmanager
-def replaced(module: Any, name: str, value: Any) -> Iterator[None]:
+def replaced(module: object, name: str, value: object) -> Iterator[None]:
     """Set an attribute of a module, of PyTorch or Python, inside the ``with`` block."""
     before = vars(module).get(name)
     setattr(module, name, value)
@@ -502,11 +506,8 @@ class _Loss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad: Tensor) -> Any:
         """Scale the saved gradients."""
-        return (
-            None,
-            None,
-            *(gradient * grad[0].to(gradient.device) for gradient in ctx.saved_tensors),
-        )
+        scaled = [gradient * grad[0].to(gradient.device) for gradient in ctx.saved_tensors]
+        return None, None, *scaled
 
 
 def _large_pass(
@@ -525,7 +526,9 @@ def _chunk_tokens(model: PreTrainedModel, num_bytes: int | None = None) -> int:
     return memory.chunk_tokens(model.config.get_text_config().vocab_size, num_bytes)
 
 
-def _keeps_some(model: PreTrainedModel, loss: Any = ForCausalLMLoss, *, warns: bool = True) -> bool:
+def _keeps_some(
+    model: PreTrainedModel, loss: object = ForCausalLMLoss, *, warns: bool = True
+) -> bool:
     """Return whether a model can compute logits of some positions only, and has the usual loss; warn if not."""
     is_possible = (
         loss is ForCausalLMLoss

@@ -69,9 +69,10 @@ def set_price(model: torch.nn.Module, price: torch.Tensor | float) -> None:
     num_layers = len(gates.predictors(model))
     if num_layers:
         part = price / num_layers
-        gate_settings(model).price = (
-            part.float() if isinstance(part, torch.Tensor) else part or None
-        )
+        if isinstance(part, torch.Tensor):
+            gate_settings(model).price = part.float()
+        else:
+            gate_settings(model).price = part or None
 
 
 @contextmanager
@@ -190,11 +191,8 @@ def gains_by_compiling(model: PreTrainedModel, num_tokens: int, device: str) -> 
     the class has no recognisable layers or the model is on several devices. Warns, and returns False, where they would,
     but nothing can be compiled.
     """
-    if (
-        not device.startswith("cuda")
-        or not decoder_layers(model)
-        or hasattr(model, "hf_device_map")
-    ):
+    is_spread = hasattr(model, "hf_device_map")
+    if is_spread or not device.startswith("cuda") or not decoder_layers(model):
         return False
     config = model.config.get_text_config()
     saved = _SAVED * num_tokens * config.num_hidden_layers * config.hidden_size  # bytes
@@ -238,21 +236,19 @@ def _outside_graphs(*models: torch.nn.Module) -> Iterator[None]:
     Prices and annealing change from step to step, and the attention operator is a kernel, which gains nothing.
     """
     # Wrap hook and attention function
-    uncompiled_hook, uncompiled_function = (
-        torch.compiler.disable(x)  # type: ignore[no-untyped-call]
-        for x in (attention._pre_hook, attention._attention_function)
-    )
+    uncompiled_hook = torch.compiler.disable(attention._pre_hook)  # type: ignore[no-untyped-call]
+    uncompiled_function = torch.compiler.disable(attention._attention_function)  # type: ignore[no-untyped-call]
     hooks = [
         layer._forward_pre_hooks
         for model in models
         for layer in attention.hooked_layers(model).values()
     ]
 
-    def exchange(old_hook: Any, new_hook: Any) -> None:
+    def exchange(old_hook: Callable[..., Any], new_hook: Callable[..., Any]) -> None:
         for layer_hooks in hooks:
-            layer_hooks.update(
-                {number: new_hook for number, hook in layer_hooks.items() if hook is old_hook}
-            )
+            for number, hook in layer_hooks.items():
+                if hook is old_hook:
+                    layer_hooks[number] = new_hook
 
     # Install the wrappers for the block
     AttentionInterface.register("spkv", uncompiled_function)
@@ -269,10 +265,9 @@ def turn_off_dropout(model: torch.nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
+        # Attention layers pass theirs to their function
         for name, value in vars(module).items():
-            if "dropout" in name and isinstance(
-                value, float
-            ):  # attention layers pass it to their function
+            if "dropout" in name and isinstance(value, float):
                 setattr(module, name, 0.0)
 
 

@@ -32,9 +32,8 @@ def unchanged_on_failure(
             before.restore()
             raise
 
-    return cast(
-        "Callable[Concatenate[PreTrainedModel, Parameters], Value]", call
-    )  # models may be given by name
+    # Models may be given by name
+    return cast("Callable[Concatenate[PreTrainedModel, Parameters], Value]", call)
 
 
 class Snapshot:
@@ -42,8 +41,10 @@ class Snapshot:
 
     def __init__(self, model: nn.Module) -> None:
         """Remember the current state of ``model``; values of parameters are not part of it."""
-        self._objects = [_Object(one) for one in _objects(model)]
-        self._parameters = [(one, one.requires_grad, one.grad) for one in model.parameters()]
+        self._objects = [_Object(subject) for subject in _objects(model)]
+        self._parameters = [
+            (parameter, parameter.requires_grad, parameter.grad) for parameter in model.parameters()
+        ]
 
     def restore(self) -> None:
         """Put everything back, completely even if this is interrupted itself."""

@@ -112,9 +112,8 @@ def layout_applied(
     current = config_section.checkpoint_layout(model)
     applied = _with_reach(layout, window, sinks)
     with attach.restored(model):
-        if (
-            current is None or current.content_hash != applied.content_hash
-        ):  # else with its learned sinks
+        # A model that has the layout already keeps its learned sinks
+        if current is None or current.content_hash != applied.content_hash:
             attach.detach(model)
             apply_layout(model, applied)
         yield model
@@ -161,10 +160,9 @@ def full_attention(model: PreTrainedModel) -> Iterator[list[attention.LayerState
         modes.gate_mode(model, "open") if config_section.gate_config(model) else nullcontext(),
     ):
         try:
+            # Windows override gates
             for state in states:
-                state.set_windows(
-                    (state.checkpoint_window,) * state.num_kv_heads
-                )  # windows override gates
+                state.set_windows((state.checkpoint_window,) * state.num_kv_heads)
             yield states
         finally:
             for state, (windows, sinks, learned_sinks) in zip(states, before, strict=True):
@@ -181,10 +179,8 @@ def every_head_local(model: PreTrainedModel, window: int, sinks: int = 0) -> Ite
     """Make every head local inside the block, which shows what the model can do without long-range attention."""
     with full_attention(model) as states:
         for state in states:
-            state.set_windows(
-                (local_layers.layout_window(state, window, is_global=False),) * state.num_kv_heads,
-                sinks,
-            )
+            reach = local_layers.layout_window(state, window, is_global=False)
+            state.set_windows((reach,) * state.num_kv_heads, sinks)
         yield
 
 

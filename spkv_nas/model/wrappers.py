@@ -1,7 +1,6 @@
 """Unwrap causal language models from PEFT, ``torch.compile`` and data parallelism."""
 
 import sys
-from typing import Any
 
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -10,7 +9,7 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.model.custom_model_type import native_class
 
 
-def unwrapped(model: Any, *, adds_gates: bool = False) -> PreTrainedModel:
+def unwrapped(model: object, *, adds_gates: bool = False) -> PreTrainedModel:
     """Return the causal language model inside wrappers of PEFT, ``torch.compile`` and data parallelism.
 
     The wrapper computes with what is done to the model inside: adapters stay active, and compiled code is compiled anew
@@ -49,9 +48,8 @@ def _check_class(model: PreTrainedModel) -> None:
     kind = native_class(model.config)
     name = type(model).__name__
     known = AutoModelForCausalLM._model_mapping.get(kind, None)
-    is_foreign = not type(model).__module__.startswith(
-        "transformers."
-    )  # a class that only its owner can load
+    # A class of others is one that only they can load
+    is_foreign = not type(model).__module__.startswith("transformers.")
     is_loaded = is_foreign or (known is not None and isinstance(model, known))
     sees_ahead = any(
         getattr(module, "is_causal", True) is False for module in model.get_decoder().modules()
