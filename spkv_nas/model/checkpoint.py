@@ -52,10 +52,17 @@ from spkv_nas.model.weight_files import (
 )
 from spkv_nas.model.weights import check_loaded, check_room, dispatch, quiet_report
 
-_TOKENIZER_FILES = (  # every kind of tokenizer has at least one of them
-    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model",
-    "sentencepiece.bpe.model", "tekken.json",
-)  # fmt: skip
+# Every kind of tokenizer has at least one of these files
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tekken.json",
+)
 _FileStates = frozenset[tuple[str, int, int, int]]  # name, bytes, time of the last write, inode
 # Folders that living models were loaded from, and the states of their files then
 _loaded_from: WeakKeyDictionary[PreTrainedModel, tuple[Path, _FileStates]] = WeakKeyDictionary()
@@ -138,7 +145,8 @@ def save_as_files(
             model.config.save_pretrained(folder)
         return WrittenWeights(f"its weights were {method} as they are, file by file", hashes)
     # Write new files otherwise
-    save_files(model, None, folder, shard_bytes=max(file.stat().st_size for file in files))
+    largest = max(file.stat().st_size for file in files)
+    save_files(model, None, folder, shard_bytes=largest)
     return WrittenWeights("its weights were written anew", {})
 
 
@@ -154,18 +162,16 @@ def weights_identity(folder: Path) -> str:
     config = read_json(folder / "config.json", "config")
     config.pop("transformers_version", None)
     if (folder / MANIFEST).exists():
-        hashes = {
-            name: value
-            for name, value in read_manifest(folder).items()
-            if name.endswith(WEIGHT_ENDINGS)
-        }
+        hashes = read_manifest(folder)
     else:
-        hashes = content_hashes(
-            [p for p in folder.iterdir() if p.name.endswith(WEIGHT_ENDINGS) and p.is_file()]
-        )
+        paths = [path for path in folder.iterdir() if path.name.endswith(WEIGHT_ENDINGS)]
+        hashes = content_hashes([path for path in paths if path.is_file()])
+    # Files in subfolders are not loaded
     files = {
-        name: value for name, value in hashes.items() if "/" not in name
-    }  # subfolders are not loaded
+        name: value
+        for name, value in hashes.items()
+        if name.endswith(WEIGHT_ENDINGS) and "/" not in name
+    }
     if not files:
         raise errors.UserError(f"model {folder} has no weights in safetensors files")
     return hashlib.sha256(json.dumps([config, files], sort_keys=True).encode()).hexdigest()
@@ -221,7 +227,10 @@ def model_origin(path_or_id: str | Path) -> dict[str, str]:
     """Return the fields that identify a checkpoint in a result: its name, and its commit if it is on the hub."""
     with _as_user_error(f"model {path_or_id}"):
         _, commit = pinned(str(resolve(path_or_id)))
-    return {"model": str(path_or_id)} | ({} if commit is None else {"commit": commit})
+    origin = {"model": str(path_or_id)}
+    if commit is not None:
+        origin["commit"] = commit
+    return origin
 
 
 def load(
@@ -289,40 +298,34 @@ def _load_weights(
     placed: dict[str, Any],
 ) -> PreTrainedModel:
     """Build the model and read its weights; ``placed`` are further keyword arguments of ``from_pretrained``."""
+    build = transformers.AutoModelForCausalLM.from_config
+    restored = None
+    if config_section.saved_layers(config) is not None:
+        restored = restore.restoring_class(_model_class(config))
+        build = restored._from_config
     # Check that the model fits into memory
-    restored = (
-        None
-        if config_section.saved_layers(config) is None
-        else restore.restoring_class(_model_class(config))
-    )
-    build = (
-        transformers.AutoModelForCausalLM.from_config if restored is None else restored._from_config
-    )
-    quantized = (
-        getattr(config, "quantization_config", None) is not None
-    )  # may take less than a byte per parameter
-    item_bytes = (
-        0.0 if mapped else 0.5 if quantized else getattr(dtype or config.dtype, "itemsize", 2)
-    )
+    is_quantized = getattr(config, "quantization_config", None) is not None
+    if mapped:
+        item_bytes = 0.0
+    elif is_quantized:
+        item_bytes = 0.5  # at least
+    else:
+        item_bytes = getattr(dtype or config.dtype, "itemsize", 2)
     num_parameters = model_shape.check_size(config, item_bytes, what, build=build)
-    if not quantized:
+    if not is_quantized:
         check_room(files, num_parameters, what)
     # Load it, with hooks in place if the config has the section
-    options: dict[str, Any] = {
-        "config": config,
-        "dtype": dtype or "auto",
-        "use_safetensors": True,
-        **placed,
-    }
+    placed = {**placed, "config": config, "dtype": dtype or "auto", "use_safetensors": True}
     if restored is not None:
-        return restored.from_pretrained(folder, **options)
-    options |= {
-        "output_loading_info": True,
-        "ignore_mismatched_sizes": True,
-        "trust_remote_code": False,
-    }
+        return restored.from_pretrained(folder, **placed)
     with quiet_report():
-        model, info = transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
+        model, info = transformers.AutoModelForCausalLM.from_pretrained(
+            folder,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            trust_remote_code=False,
+            **placed,
+        )
     check_loaded(model, info, what)
     return model
 
@@ -339,9 +342,8 @@ def load_on(
     # Load in the chosen dtype
     stored = saved_dtype(path_or_id)
     check_dtype(dtype)
-    model, tokenizer = load(
-        path_or_id, dtype=None if stored is None else choose_dtype(device, stored, dtype)
-    )
+    chosen = None if stored is None else choose_dtype(device, stored, dtype)
+    model, tokenizer = load(path_or_id, dtype=chosen)
     # Convert weights whose dtype only the files have, but not predictors, learned sinks and buffers (RoPE frequencies)
     if stored is None and not getattr(model, "is_quantized", False):
         chosen = choose_dtype(device, model.dtype, dtype)
@@ -361,8 +363,10 @@ def load_on(
 def saved_dtype(path_or_id: str | Path) -> torch.dtype | None:
     """Return the dtype of the weights in a checkpoint's config; None if it has none or they are quantized."""
     config = read_config(str(resolve(path_or_id)), f"model {path_or_id}")
-    quantized = getattr(config, "quantization_config", None) is not None
-    return None if quantized or not isinstance(config.dtype, torch.dtype) else config.dtype
+    is_quantized = getattr(config, "quantization_config", None) is not None
+    if is_quantized or not isinstance(config.dtype, torch.dtype):
+        return None
+    return config.dtype
 
 
 def read_gates(path_or_id: str | Path) -> gate_config.GateConfig | None:
@@ -421,9 +425,8 @@ def _as_user_error(what: str) -> Iterator[None]:
     except Exception as error:
         raise errors.UserError(f"cannot load {what}: {errors.first_line(error)}") from error
     except BaseException as error:
-        if (
-            type(error).__name__ != "PanicException"
-        ):  # of Rust code, in the readers of tokenizers and weights
+        # Rust code in the readers of tokenizers and weights panics
+        if type(error).__name__ != "PanicException":
             raise
         raise errors.UserError(
             f"cannot load {what}: a file is damaged ({errors.first_line(error)})"

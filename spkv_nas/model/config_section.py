@@ -31,9 +31,8 @@ class _SavedLayout(schema.Section):
 
     heads: list[str] = Field(min_length=1, max_length=limits.MAX_LAYERS)
     window: _Window | None = None
-    windows: dict[str, _Window] | None = (
-        None  # in place of ``window``: several, by the letter of their heads
-    )
+    # In place of ``window``: several, by the letter of their heads
+    windows: dict[str, _Window] | None = None
     sinks: int = Field(0, ge=0, le=attention.GLOBAL_WINDOW)
     learned_sinks: bool = False
 
@@ -51,14 +50,11 @@ class _Saved(schema.Section):
         """Check that there are either gates or a layout, and that the gates are in range."""
         if (self.gates is None) == (self.layout is None):
             raise ValueError("expected either 'gates' or 'layout'")
-        if self.layout is not None and (self.layout.window is None) == (
-            self.layout.windows is None
-        ):
+        layout = self.layout
+        if layout is not None and (layout.window is None) == (layout.windows is None):
             raise ValueError("layout: expected either 'window' or 'windows'")
-        if (
-            self.gates is not None
-            and max(self.gates.window, self.gates.sinks) > attention.GLOBAL_WINDOW
-        ):
+        gates = self.gates
+        if gates is not None and max(gates.window, gates.sinks) > attention.GLOBAL_WINDOW:
             raise ValueError(f"gates: a window or sinks above {attention.GLOBAL_WINDOW}")
         return self
 
@@ -75,19 +71,30 @@ def write_section(model: PreTrainedModel, content: GateConfig | Layout) -> None:
         state = attention.layer_state(layer)
         source = names[attention.layer_source(layer)]
         layers[name] = {"num_kv_heads": state.num_kv_heads, "native_window": state.native_window}
-        layers[name] |= {"reads": source} if source != name else {}
+        if source != name:
+            layers[name]["reads"] = source
+    section: dict[str, Any] = {"version": 1, "layers": layers}
     # Describe the gates or the layout
     if isinstance(content, GateConfig):
-        gates_or_layout: dict[str, Any] = {"gates": content.model_dump()}
+        section["gates"] = content.model_dump()
     else:
-        sinks = {"sinks": content.sinks} if content.sinks else {}
         has_learned = any(learned_sinks.layer_learned_sinks(layer) is not None for layer in names)
-        learned = {"learned_sinks": True} if has_learned else {}
-        reach = (
-            {"windows": dict(content.windows)} if content.windows else {"window": content.window}
-        )
-        gates_or_layout = {"layout": {"heads": list(content.heads), **reach, **sinks, **learned}}
-    restore_section(model, {"version": 1, "layers": layers, **gates_or_layout})
+        section["layout"] = _layout_content(content, has_learned_sinks=has_learned)
+    restore_section(model, section)
+
+
+def _layout_content(layout: Layout, *, has_learned_sinks: bool) -> dict[str, object]:
+    """Return a layout in the form of the section."""
+    content: dict[str, object] = {"heads": list(layout.heads)}
+    if layout.windows:
+        content["windows"] = dict(layout.windows)
+    else:
+        content["window"] = layout.window
+    if layout.sinks:
+        content["sinks"] = layout.sinks
+    if has_learned_sinks:
+        content["learned_sinks"] = True
+    return content
 
 
 def restore_section(model: PreTrainedModel, section: dict[str, Any]) -> None:
@@ -130,11 +137,9 @@ def gate_config(model: PreTrainedModel) -> GateConfig | None:
     """Return the configuration of a model's gates with the current tau; None if it has no gates."""
     gates = saved_gates(model.config)
     states = attention.layer_states(model)
-    return (
-        gates.model_copy(update={"tau": states[0].settings.tau})
-        if gates is not None and states
-        else gates
-    )
+    if gates is None or not states:
+        return gates
+    return gates.model_copy(update={"tau": states[0].settings.tau})
 
 
 def checkpoint_layout(model: PreTrainedModel) -> Layout | None:
@@ -149,7 +154,10 @@ def saved_layout(config: PreTrainedConfig) -> Layout | None:
     if saved is None:
         return None
     return Layout(
-        tuple(saved.heads), saved.window or 0, sinks=saved.sinks, windows=saved.windows or {}
+        heads=tuple(saved.heads),
+        window=saved.window or 0,
+        sinks=saved.sinks,
+        windows=saved.windows or {},
     )
 
 

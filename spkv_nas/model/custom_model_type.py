@@ -14,7 +14,7 @@ from functools import cache
 from types import MappingProxyType
 from typing import Any
 
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from spkv_nas.base import errors, limits
 
@@ -27,9 +27,10 @@ _OTHER_KEYS = ("num_layers", "layers_block_type")
 _DAMAGED = "the config is damaged: copy it again"
 _HINT = "said in the section spkv, because a stock class would run this model dense: load it with spkv_nas.load"
 
-
-_model_class: Callable[[Any], Any]  # set by ``register``, because its module imports this one
-_prepare_for_engine: Callable[[PreTrainedConfig], None] | None = None  # set by ``read_for_engine``
+# Set by ``register``, because its module imports this one
+_model_class: Callable[[type[PreTrainedModel]], type[PreTrainedModel]]
+# Set by ``read_for_engine``
+_prepare_for_engine: Callable[[PreTrainedConfig], None] | None = None
 
 
 def set_custom_model_type(config: PreTrainedConfig, custom: bool) -> None:
@@ -47,7 +48,7 @@ def native_class(config: PreTrainedConfig) -> type[PreTrainedConfig]:
     return kind.__bases__[0] if issubclass(kind, _Custom) else kind
 
 
-def register(model_class: Callable[[Any], Any]) -> None:
+def register(model_class: Callable[[type[PreTrainedModel]], type[PreTrainedModel]]) -> None:
     """Let transformers' Auto classes load models of our type.
 
     ``model_class`` makes, from an original model class, the class that restores the content of the section.
@@ -81,9 +82,9 @@ class SPKVConfig(PreTrainedConfig):
         if _prepare_for_engine is None:
             return _custom_class(native).from_dict(config_dict, **kwargs)  # type: ignore[arg-type]  # as above
         result = native.from_dict(content, **kwargs)
-        _prepare_for_engine(
-            result[0] if isinstance(result, tuple) else result
-        )  # with return_unused_kwargs
+        # With return_unused_kwargs it is a pair
+        config = result[0] if isinstance(result, tuple) else result
+        _prepare_for_engine(config)
         return result
 
 
@@ -111,16 +112,15 @@ def _custom_class(native: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
             if config_dict.get("model_type") != CUSTOM_MODEL_TYPE:
                 return super().from_dict(config_dict, **kwargs)
             content, _ = _stock_form(config_dict)
-            return super().from_dict(
-                {**content, "architectures": _custom_names(content["architectures"])}, **kwargs
-            )
+            content["architectures"] = _custom_names(content["architectures"])
+            return super().from_dict(content, **kwargs)
 
         def to_json_string(self, use_diff: bool = True) -> str:
             """Return the content under our type."""
             content = json.loads(super().to_json_string(use_diff))
             return json.dumps(_custom_content(content), indent=2, sort_keys=True) + "\n"
 
-        def __reduce__(self) -> tuple[Any, ...]:  # pickle cannot find the class by name
+        def __reduce__(self) -> tuple[object, ...]:  # pickle cannot find the class by name
             return _empty, (native,), self.__dict__
 
     CustomConfig.__name__ = CustomConfig.__qualname__ = f"{_PREFIX}{native.__name__}"
@@ -142,21 +142,17 @@ def _custom_content(content: dict[str, Any]) -> dict[str, Any]:
         return content
     text = content.get(_TEXT) or content
     key = _layers_key(text)
-    section = {
-        **content[CUSTOM_MODEL_TYPE],
-        "stock_type": content["model_type"],
-        _LAYERS: text[key],
-    }
-    architectures = _custom_names(content.get("architectures") or [])
-    custom_fields = {
-        "model_type": CUSTOM_MODEL_TYPE,
-        "architectures": architectures,
-        CUSTOM_MODEL_TYPE: section,
-    }
-    return {**_with_layers(content, key, _HINT), **custom_fields}
+    section = dict(content[CUSTOM_MODEL_TYPE])
+    section["stock_type"] = content["model_type"]
+    section[_LAYERS] = text[key]
+    custom = _with_layers(content, key, _HINT)
+    custom["model_type"] = CUSTOM_MODEL_TYPE
+    custom["architectures"] = _custom_names(content.get("architectures") or [])
+    custom[CUSTOM_MODEL_TYPE] = section
+    return custom
 
 
-def _custom_names(architectures: Iterable[Any]) -> list[str]:
+def _custom_names(architectures: Iterable[str]) -> list[str]:
     """Return names of model classes with our prefix."""
     return [f"{_PREFIX}{str(name).removeprefix(_PREFIX)}" for name in architectures]
 
@@ -166,19 +162,21 @@ def _layers_key(text: Mapping[str, Any]) -> str:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     kind = text["model_type"]
-    key = str(
-        (CONFIG_MAPPING[kind].attribute_map if kind in CONFIG_MAPPING else {}).get(_LAYERS, _LAYERS)
-    )
-    return next((other for other in (key, *_OTHER_KEYS) if other in text), key)
+    usual_key = _LAYERS
+    if kind in CONFIG_MAPPING:
+        usual_key = str(CONFIG_MAPPING[kind].attribute_map.get(_LAYERS, _LAYERS))
+    for key in (usual_key, *_OTHER_KEYS):
+        if key in text:
+            return key
+    return usual_key
 
 
-def _with_layers(content: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
+def _with_layers(content: dict[str, Any], key: str, value: object) -> dict[str, Any]:
     """Return a copy with another number of layers, which vision-language models have in their text config."""
-    return (
-        {**content, _TEXT: {**content[_TEXT], key: value}}
-        if content.get(_TEXT)
-        else {**content, key: value}
-    )
+    text = content.get(_TEXT)
+    if text:
+        return {**content, _TEXT: {**text, key: value}}
+    return {**content, key: value}
 
 
 def _stock_form(content: dict[str, Any]) -> tuple[dict[str, Any], type[PreTrainedConfig]]:
@@ -189,9 +187,8 @@ def _stock_form(content: dict[str, Any]) -> tuple[dict[str, Any], type[PreTraine
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     # Read type and number of layers from the section
-    section = (
-        dict(content[CUSTOM_MODEL_TYPE]) if isinstance(content.get(CUSTOM_MODEL_TYPE), dict) else {}
-    )
+    saved = content.get(CUSTOM_MODEL_TYPE)
+    section = dict(saved) if isinstance(saved, dict) else {}
     kind = section.pop("stock_type", CUSTOM_MODEL_TYPE)
     num_layers = section.pop(_LAYERS, None)
     if kind == CUSTOM_MODEL_TYPE or kind not in CONFIG_MAPPING or num_layers is None:
@@ -199,17 +196,17 @@ def _stock_form(content: dict[str, Any]) -> tuple[dict[str, Any], type[PreTraine
             f"section 'spkv' of the model's config lacks the original model type and number of layers\n{_DAMAGED}"
         )
     # Restore the content
-    architectures = [str(name).removeprefix(_PREFIX) for name in content.get("architectures") or []]
     text = content.get(_TEXT) or {**content, "model_type": kind}
     if not isinstance(text, dict) or text.get("model_type") not in CONFIG_MAPPING:
         raise errors.UserError(
             f"the model's config lacks the text model's section '{_TEXT}'\n{_DAMAGED}"
         )
-    native = {**_with_layers(content, _layers_key(text), num_layers), "model_type": kind}
+    native = _with_layers(content, _layers_key(text), num_layers)
+    native["model_type"] = kind
     limits.check_counts(native, "the model")  # now that they are under their usual keys
-    native.pop(
-        "auto_map", None
-    )  # names the export's code for plain transformers, in whose place these classes load
-    return {**native, "architectures": architectures, CUSTOM_MODEL_TYPE: section}, CONFIG_MAPPING[
-        kind
-    ]
+    # It names the export's code for plain transformers, in whose place these classes load
+    native.pop("auto_map", None)
+    architectures = content.get("architectures") or []
+    native["architectures"] = [str(name).removeprefix(_PREFIX) for name in architectures]
+    native[CUSTOM_MODEL_TYPE] = section
+    return native, CONFIG_MAPPING[kind]

@@ -5,7 +5,7 @@ trainer, PEFT the base model of an adapter. Once a layout or gates were added or
 be another model, without a word. The name then is one that nothing is loaded by, and that says what to do.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -34,6 +34,6 @@ def folder_name(model: "PreTrainedModel") -> str:
     return str(name)
 
 
-def _section(model: "PreTrainedModel") -> Any:
+def _section(model: "PreTrainedModel") -> object:
     """Return the section ``spkv`` of a model's config; None without one."""
     return getattr(model.config, "spkv", None)

@@ -4,7 +4,6 @@ import copy
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
-from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
@@ -15,10 +14,8 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.model import attach, attention, cache_layers, learned_sinks
 
 _BEYOND = 16  # maximum length of a sequence, in multiples of the model's max_position_embeddings
-_READ_BY_MODELS = {
-    "model_type",
-    "head_dim",
-}  # read by decoders whose config class has no such field
+# Keys that decoders read whose config class has no such field
+_READ_BY_MODELS = {"model_type", "head_dim"}
 
 
 def config_shape(config: PreTrainedConfig) -> shape.HeadShape:
@@ -78,28 +75,19 @@ def config_size(config: PreTrainedConfig) -> shape.ModelSize:
 def model_size(model: PreTrainedModel) -> shape.ModelSize:
     """Compute the size of a decoder without its utility predictors and added learned sinks."""
     text = model.config.get_text_config()
-    # Collect the parameters that the sizes leave out
-    embeddings = (model.get_input_embeddings(), model.get_output_embeddings())
-    outside = {
-        parameter
-        for module in embeddings
-        if module is not None
-        for parameter in module.parameters()
-    }
-    added = learned_sinks.added_parameters(model)
     windows = cache_layers.native_windows(model.config)
     layers = local_layers.config_layers(windows)
     local_windows = {layer.native_window for layer in layers if layer.is_always_local}
     positions = getattr(text, "max_position_embeddings", None)
     states = attention.layer_states(model)
+    was_run = bool(states) and states[0].head_dim > 0
+    # Count the parameters of the model, and of the decoder without embeddings
+    added = learned_sinks.added_parameters(model)
+    left_out = added | _embedding_parameters(model)
     return shape.ModelSize(
-        _layer_shape(text, states) if states and states[0].head_dim else config_shape(model.config),
-        sum(parameter.numel() for parameter in model.parameters() if parameter not in added),
-        sum(
-            parameter.numel()
-            for parameter in model.get_decoder().parameters()
-            if parameter not in outside | added
-        ),
+        _layer_shape(text, states) if was_run else config_shape(model.config),
+        _num_parameters(model, added),
+        _num_parameters(model.get_decoder(), left_out),
         hidden_size=int(text.hidden_size),
         intermediate_size=_ffn_width(text),
         vocabulary=vocabulary_size(model),
@@ -110,6 +98,19 @@ def model_size(model: PreTrainedModel) -> shape.ModelSize:
         native_windows=tuple(windows) if any(windows) else (),
         num_other_layers=int(text.num_hidden_layers) - len(windows),
     )
+
+
+def _embedding_parameters(model: PreTrainedModel) -> set[torch.nn.Parameter]:
+    """Return the parameters of a model's input and output embeddings."""
+    modules = (model.get_input_embeddings(), model.get_output_embeddings())
+    return {
+        parameter for module in modules if module is not None for parameter in module.parameters()
+    }
+
+
+def _num_parameters(module: torch.nn.Module, left_out: set[torch.nn.Parameter]) -> int:
+    """Return the number of values in the parameters of a module, but for those ``left_out``."""
+    return sum(parameter.numel() for parameter in module.parameters() if parameter not in left_out)
 
 
 def _ffn_width(text: PreTrainedConfig) -> int:
@@ -145,16 +146,15 @@ def num_positions(model: PreTrainedModel) -> int | None:
     decoder: torch.nn.Module = model.get_decoder()  # without the vision part
     for module in decoder.modules():
         if isinstance(module, torch.nn.Embedding) and module is not token_embedding:
-            rows, offset = (
-                module.num_embeddings,
-                getattr(module, "offset", 0),
-            )  # OPT leaves the first rows unused
+            rows = module.num_embeddings
+            # OPT leaves the first rows unused
+            offset: int = getattr(module, "offset", 0)
             if rows in (positions, positions + offset):
-                return rows - offset - (0 if module.padding_idx is None else module.padding_idx + 1)
-    # Look for a table of sinusoids
-    has_sinusoids = any(
-        table.dim() == 2 and len(table) == positions for table in decoder.buffers()
-    )  # GPT-J, CTRL
+                padding = module.padding_idx
+                num_unused = offset if padding is None else offset + padding + 1
+                return rows - num_unused
+    # Look for a table of sinusoids, as of GPT-J and CTRL
+    has_sinusoids = any(table.dim() == 2 and len(table) == positions for table in decoder.buffers())
     return int(positions) if has_sinusoids else None
 
 
@@ -186,7 +186,7 @@ def check_length(model: PreTrainedModel, length: int, remedy: str, *, warns: boo
         )
 
 
-def check_keys(config: PreTrainedConfig, settings: Mapping[str, Any], what: str) -> None:
+def check_keys(config: PreTrainedConfig, settings: Mapping[str, object], what: str) -> None:
     """Refuse keys of ``settings`` that the class of ``config`` would silently store without using, in sections too.
 
     Older names of keys are allowed: the class either converts them, so that they are no attributes (``rope_theta``), or
@@ -204,9 +204,8 @@ def check_keys(config: PreTrainedConfig, settings: Mapping[str, Any], what: str)
             raise UserError(
                 f"{what}: unknown key '{key}'; {schema.suggestion(key, sorted(known_keys))}"
             )
-        if isinstance(section := getattr(config, key, None), PreTrainedConfig) and isinstance(
-            value, Mapping
-        ):
+        section = getattr(config, key, None)
+        if isinstance(section, PreTrainedConfig) and isinstance(value, Mapping):
             check_keys(section, value, f"{what}.{key}")
 
 
@@ -240,8 +239,7 @@ def check_size(
         ) from error
     # Compare its size with the available memory
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    size = num_parameters * bytes_per_parameter + sum(
-        buffer.numel() * buffer.itemsize for buffer in model.buffers()
-    )
+    buffer_bytes = sum(buffer.numel() * buffer.itemsize for buffer in model.buffers())
+    size = num_parameters * bytes_per_parameter + buffer_bytes
     memory.require(size, f"{what}: {num_parameters:,} parameters", "use a smaller model or config")
     return num_parameters

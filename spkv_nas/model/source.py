@@ -18,10 +18,17 @@ from spkv_nas.model import gguf, weight_files
 
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _CONFIG = "config.json"
-_COMPANIONS = (  # files of a hub repository to download besides config, weights and tokenizer
-    "generation_config.json", "preprocessor_config.json", "processor_config.json", "LICENSE", "LICENSE.txt", "NOTICE",
-    "USE_POLICY.md", "README.md",
-)  # fmt: skip
+# Files of a hub repository to download besides config, weights and tokenizer
+_COMPANIONS = (
+    "generation_config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "LICENSE",
+    "LICENSE.txt",
+    "NOTICE",
+    "USE_POLICY.md",
+    "README.md",
+)
 
 
 def resolve(path_or_id: StrPath) -> Path:
@@ -95,8 +102,9 @@ def _local(path_or_id: str | Path) -> Path | None:
 
 def split_revision(source: str) -> tuple[str, str | None]:
     """Split ``ID@REVISION`` into id and revision; return a path, or an id alone, with None."""
-    name, separator, revision = source.partition("@")
-    if not separator or not revision or _ID.fullmatch(name) is None or Path(source).exists():
+    name, _, revision = source.partition("@")
+    is_id = _ID.fullmatch(name) is not None
+    if not revision or not is_id or Path(source).exists():
         return source, None
     return name, revision
 

@@ -35,7 +35,8 @@ _PICKLED = (
     "consolidated.00.pth",
     "model.pt",
 )
-_FOREIGN = {  # formats that transformers does not load, by their files
+# Formats that transformers does not load, by their files
+_FOREIGN = {
     "*.gguf": "GGUF, the format of llama.cpp",
     "**/*.onnx": "ONNX",
     "model_index.json": "that of a pipeline of diffusers",
@@ -65,15 +66,15 @@ def check_files(folder: Path) -> list[Path]:
     files of the folder.
     """
     check_format(folder)
-    index = next(
-        (folder / name for name in weight_names(folder) if (folder / name).is_file()), None
-    )
+    paths = [folder / name for name in weight_names(folder)]
+    index = next((path for path in paths if path.is_file()), None)
     if index is None:
         raise UserError(_no_weights(folder))
     if not index.name.endswith(INDEX_ENDING):
         return [index]
     files = [folder / name for name in index_names(index)]
-    if missing := [file.name for file in files if not file.is_file()]:
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
         raise UserError(
             f"index of weights {index} names {missing[0]}, which does not exist: the checkpoint is incomplete"
         )
@@ -116,10 +117,11 @@ def check_format(folder: Path) -> None:
     if (folder / "config.json").is_file():
         return
     # Say what it is instead, or where the model is
-    inner = sorted(
-        file.parent for pattern in ("*", "*/*") for file in folder.glob(f"{pattern}/config.json")
-    )
-    hint = _format(folder) or (f": it is the parent folder of {inner[-1]}" if inner else "")
+    configs = [*folder.glob("*/config.json"), *folder.glob("*/*/config.json")]
+    inner = sorted(file.parent for file in configs)
+    hint = _format(folder)
+    if inner and not hint:
+        hint = f": it is the parent folder of {inner[-1]}"
     raise UserError(
         f"cannot load model {folder}: the folder has no config.json{hint}\n"
         "give a folder as transformers saves models, or an id"
@@ -128,14 +130,10 @@ def check_format(folder: Path) -> None:
 
 def _format(folder: Path) -> str:
     """Return a clause that names the format of a folder that transformers does not load; empty if unknown."""
-    return next(
-        (
-            f": its format is {kind}"
-            for pattern, kind in _FOREIGN.items()
-            if any(folder.glob(pattern))
-        ),
-        "",
-    )
+    for pattern, kind in _FOREIGN.items():
+        if any(folder.glob(pattern)):
+            return f": its format is {kind}"
+    return ""
 
 
 def adapter_message(name: str, config: Path) -> str:
@@ -153,11 +151,9 @@ def index_names(index: Path) -> list[str]:
     content = read_json(index, "index of weights")
     shards = content.get("weight_map")
     metadata = content.get("metadata")
-    if (
-        not isinstance(shards, dict)
-        or not shards
-        or not all(isinstance(name, str) for name in shards.values())
-    ):
+    if not isinstance(shards, dict) or not shards:
+        raise UserError(f"{source}: 'weight_map' must map every tensor to its file")
+    if not all(isinstance(name, str) for name in shards.values()):
         raise UserError(f"{source}: 'weight_map' must map every tensor to its file")
     if not isinstance(metadata, dict):
         raise UserError(f"{source}: 'metadata' must be a mapping of keys to values")
@@ -191,14 +187,13 @@ def _carry_over(source: str, folder: Path, names: re.Pattern[str]) -> list[Path]
     copies = []
     if not source or not original.is_dir() or original == folder.resolve():
         return []
+    trusted = (original, original.parent.parent / "blobs")
     for file in sorted((*original.glob("*"), *original.glob("additional_chat_templates/*"))):
-        copy = folder / file.relative_to(original)
-        if not file.is_file() or names.fullmatch(copy.relative_to(folder).as_posix()) is None:
+        name = file.relative_to(original)
+        copy = folder / name
+        if not file.is_file() or names.fullmatch(name.as_posix()) is None:
             continue
-        if not any(
-            file.resolve().is_relative_to(root)
-            for root in (original, original.parent.parent / "blobs")
-        ):
+        if not any(file.resolve().is_relative_to(root) for root in trusted):
             warnings.warn(
                 f"{file} is a link out of its folder and is not carried over", stacklevel=2
             )
@@ -262,10 +257,8 @@ def _write_generation(model: "PreTrainedModel", file: Path) -> None:
         for name, value in stored.items()
         if name not in known and not name.startswith("_")
     }
-    write_json(
-        file,
-        others | json.loads(model.generation_config.to_json_string(keys_to_pop=["compile_config"])),
-    )
+    current = model.generation_config.to_json_string(keys_to_pop=["compile_config"])
+    write_json(file, others | json.loads(current))
 
 
 def save_tokenizer(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
@@ -284,10 +277,9 @@ def save_tokenizer(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
         if not changed and "auto_map" not in tokenizer.init_kwargs:
             return
         # Write new ones; vocabularies of other programs stay if they still hold
+        is_stale = "files" in changed or "vocabulary" in changed
         for file in copies:
-            if file.suffix in (".json", ".jinja") or not {"files", "vocabulary"}.isdisjoint(
-                changed
-            ):
+            if is_stale or file.suffix in (".json", ".jinja"):
                 file.unlink()
         tokenizer.save_pretrained(folder)
         # Add the settings that save_pretrained leaves to the class
@@ -295,12 +287,11 @@ def save_tokenizer(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
         content = read_json(file, "tokenizer's settings")
         content.pop("auto_map", None)
         parameters = signature(type(tokenizer).__init__).parameters.keys() - content.keys()
-        values = {name: getattr(tokenizer, name, None) for name in (*parameters, *_SETTINGS)}
-        write_json(
-            file,
-            content
-            | {name: v for name, v in values.items() if isinstance(v, bool | int | str | list)},
-        )
+        for name in (*parameters, *_SETTINGS):
+            value = getattr(tokenizer, name, None)
+            if isinstance(value, bool | int | str | list):
+                content[name] = value
+        write_json(file, content)
         kind, changed = _changes(tokenizer, folder)
     if changed:
         raise UserError(
@@ -324,13 +315,18 @@ def _changes(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> tuple[str, l
 def _behaviour(tokenizer: "PreTrainedTokenizerBase") -> dict[str, Any]:
     """Return by name what determines a tokenizer's results, except the padding and truncation of its latest call."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    content = {} if backend is None else json.loads(backend.to_str())
-    content |= dict.fromkeys(("padding", "truncation"))
-    settings = {name: getattr(tokenizer, name, None) for name in (*_SETTINGS, "chat_template")}
+    behaviour: dict[str, Any] = {} if backend is None else json.loads(backend.to_str())
+    behaviour["padding"] = None
+    behaviour["truncation"] = None
     special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
-    for token in content.get("added_tokens", ()):
-        token["special"] |= token["content"] in special.values()  # as loading makes it
-    return {**content, **settings, "special tokens": special, "vocabulary": tokenizer.get_vocab()}
+    # Loading makes tokens of the map special
+    for token in behaviour.get("added_tokens", ()):
+        token["special"] |= token["content"] in special.values()
+    for name in (*_SETTINGS, "chat_template"):
+        behaviour[name] = getattr(tokenizer, name, None)
+    behaviour["special tokens"] = special
+    behaviour["vocabulary"] = tokenizer.get_vocab()
+    return behaviour
 
 
 def stored_names(files: Sequence[Path]) -> set[str]:
@@ -346,10 +342,17 @@ def stored_names(files: Sequence[Path]) -> set[str]:
 
 def content_hashes(files: Sequence[Path]) -> dict[str, str]:
     """Compute the SHA-256 of files by name; files of the hub cache are named by it and not read."""
-    hash_in_name = {file.name: named_hash(file) for file in files}
-    unnamed = [file for file in files if hash_in_name[file.name] is None]
-    computed = dict(zip((file.name for file in unnamed), file_hashes(unnamed), strict=True))
-    return computed | {name: value for name, value in hash_in_name.items() if value is not None}
+    hashes: dict[str, str] = {}
+    unnamed = []
+    for file in files:
+        hash_in_name = named_hash(file)
+        if hash_in_name is None:
+            unnamed.append(file)
+        else:
+            hashes[file.name] = hash_in_name
+    for file, value in zip(unnamed, file_hashes(unnamed), strict=True):
+        hashes[file.name] = value
+    return hashes
 
 
 def carry(
@@ -360,7 +363,9 @@ def carry(
     With ``link`` hard links are made, which use no disk space; writing to a link changes the original too. Raises
     ``UserError`` where they are impossible, ``OSError`` where ``folder`` cannot be written.
     """
-    files = [*weights, *([] if weights[0].name == FILE else [weights[0].with_name(INDEX)])]
+    files = list(weights)
+    if weights[0].name != FILE:
+        files.append(weights[0].with_name(INDEX))
     for file in files:
         original = file.resolve()
         target = folder / file.name

@@ -22,9 +22,11 @@ from spkv_nas.model import placement
 _SHOWN = 3  # number of names in an error message
 _MAX_WEIGHT = 1e16  # norms add up squares, which are infinite in float32 from 1e19 on
 _LARGE = 1 << 26  # number of parameters that are created in no time
+_ROOM = 0.8  # share of a GPU's free memory for weights; activations take the rest
+# Constants in old files, and scales of quantised caches
 _MASKS = re.compile(
     r"(\.|^)(inv_freq|masked_bias|attn\.bias|attention\.bias|position_ids|[kv]_scale)$"
-)  # constants in old files, and scales of quantised caches
+)
 
 
 def check_room(files: list[Path], num_parameters: int, what: str) -> None:
@@ -66,18 +68,15 @@ def check_loaded(model: PreTrainedModel, info: Mapping[str, Any], what: str) -> 
     if info["error_msgs"]:
         raise errors.UserError(f"cannot load {what}: {str(info['error_msgs'][0]).splitlines()[0]}")
     # Embeddings that the config ties, and the files do not
-    if (
-        model.get_expanded_tied_weights_keys(all_submodels=True).keys()
-        - model.all_tied_weights_keys.keys()
-    ):
+    configured_ties = model.get_expanded_tied_weights_keys(all_submodels=True).keys()
+    if configured_ties - model.all_tied_weights_keys.keys():
         warnings.warn(
             f"{what}: its config ties input and output embeddings, but its files hold different ones, which are used; "
             "checkpoints and exports will say so",
             stacklevel=4,
         )
-        model.config.tie_word_embeddings = model.config.get_text_config().tie_word_embeddings = (
-            False
-        )
+        model.config.tie_word_embeddings = False
+        model.config.get_text_config().tie_word_embeddings = False
     # Unexpected tensors, and values
     _check_unexpected(model, sorted(info["unexpected_keys"]), what)
     check_values(model, what)
@@ -89,30 +88,25 @@ def _check_unexpected(model: PreTrainedModel, names: list[str], what: str) -> No
     Tensors of a decoder layer determine its output, so a config with fewer layers than the weights, without their
     biases, or without the section of their gates, must not pass for a smaller model.
     """
+    names = [name for name in names if not _MASKS.search(name)]
     # Refuse unexpected tensors in lists of layers
-    lists = [
-        f"{name}."
+    prefix = f"{model.base_model_prefix}."
+    lists = {
+        f"{name}.".removeprefix(prefix)
         for name, module in model.named_modules()
         if isinstance(module, torch.nn.ModuleList)
-    ]
-    prefix = f"{model.base_model_prefix}."
-    stacks = tuple({stack.removeprefix(prefix) for stack in lists})
-    layer_names = [
-        name
-        for name in names
-        if name.removeprefix(prefix).startswith(stacks) and not _MASKS.search(name)
-    ]
+    }
+    layer_names = [name for name in names if name.removeprefix(prefix).startswith(tuple(lists))]
     if layer_names:
         raise errors.UserError(
             f"{what}: {len(layer_names)} tensors do not exist in the layers that its config describes: "
             f"{_names(layer_names)}\nits config is damaged or belongs to another model: copy both again"
         )
     # Warn of the others
-    unused = [name for name in names if not _MASKS.search(name)]
-    if unused:
+    if names:
         warnings.warn(
-            f"{what}: {len(unused)} tensors are not used, because a text decoder has no such parameters: "
-            f"{_names(unused)}",
+            f"{what}: {len(names)} tensors are not used, because a text decoder has no such parameters: "
+            f"{_names(names)}",
             stacklevel=5,
         )
 
@@ -137,7 +131,8 @@ def check_values(model: torch.nn.Module, what: str) -> None:
 
 def largest(x: torch.Tensor) -> float:
     """Return the largest absolute value of a tensor, NaN if one is, without a copy; 0 for integers and 8-bit floats."""
-    if x.is_meta or not x.is_floating_point() or x.numel() == 0 or x.itemsize == 1:
+    has_range = x.is_floating_point() and x.itemsize > 1
+    if x.is_meta or not has_range or x.numel() == 0:
         return 0.0
     low, high = torch.aminmax(x)  # both NaN if any element is; needs no copy of x
     return float(torch.maximum(-low, high))
@@ -155,10 +150,9 @@ def quiet_report() -> Iterator[None]:
 
 
 def _names(names: list[str]) -> str:
-    return ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
-
-
-_ROOM = 0.8  # share of a GPU's free memory for weights; activations take the rest
+    """Format the first names of a list."""
+    shown = ", ".join(names[:_SHOWN])
+    return f"{shown}, ..." if len(names) > _SHOWN else shown
 
 
 def dispatch(model: PreTrainedModel) -> PreTrainedModel:
@@ -178,10 +172,9 @@ def dispatch(model: PreTrainedModel) -> PreTrainedModel:
     max_memory: dict[int | str, int] = {
         gpu: int(_ROOM * memory.available_bytes(f"cuda:{gpu}")) for gpu in gpus
     }
+    max_memory["cpu"] = size
     layers = list(model._no_split_modules or ())
-    max_memory = get_balanced_memory(
-        model, max_memory={**max_memory, "cpu": size}, no_split_module_classes=layers
-    )
+    max_memory = get_balanced_memory(model, max_memory=max_memory, no_split_module_classes=layers)
     device_map = infer_auto_device_map(model, max_memory=max_memory, no_split_module_classes=layers)
     # Move the weights
     dispatched: PreTrainedModel = dispatch_model(

@@ -114,36 +114,44 @@ def write_card(
     """
     layout = hybrid.layout
     dtype = device.dtype_name(hybrid.model.dtype)
-    dtype = dtype if dtype in units.ITEM_BYTES else "float32"
+    if dtype not in units.ITEM_BYTES:
+        dtype = "float32"
     metadata, name = _base_model(facts.checkpoint)
-    sinks = {0: "", 1: ", and the first token"}.get(
-        layout.sinks, f", and the first {layout.sinks:,} tokens"
+    head = ModelCardData(
+        library_name="transformers", pipeline_tag="text-generation", tags=_TAGS, **metadata
     )
-    checked = [] if verified is None else [f"When it was exported, {verified}."]
+    rows = [f"{layer:>4}  {row}  {row.count('G')}" for layer, row in enumerate(layout.heads)]
+    evidence = [_plain(sentence) for sentence in facts.evidence or _NOT_MEASURED]
+    if verified is not None:
+        evidence.append(f"When it was exported, {verified}.")
+    form_sentence = f"{form[:1].upper()}{form[1:]}."
+    usage = [form_sentence, *_usage(folder, engines, is_verified=verified is not None)]
     text = _CARD.format(
-        metadata=ModelCardData(
-            library_name="transformers", pipeline_tag="text-generation", tags=_TAGS, **metadata
-        ),
+        metadata=head,
         title=_plain(facts.title),
         name=name,
         layout=layout,
         version=version.__version__,
-        rows="\n".join(
-            f"{layer:>4}  {row}  {row.count('G')}" for layer, row in enumerate(layout.heads)
-        ),
-        legend=_bullets(
-            f"`{letter}`: local head, sees the last {window:,} tokens, its own included{sinks}"
-            for letter, window in layout.legend.items()
-        ),
+        rows="\n".join(rows),
+        legend=_bullets(_local_heads(layout)),
         dtype=dtype,
         memory="\n".join(_memory(hybrid, dtype)),
-        evaluation=_bullets([*map(_plain, facts.evidence or _NOT_MEASURED), *checked]),
-        usage="\n".join(
-            [f"{form[:1].upper()}{form[1:]}.", *_usage(folder, engines, is_verified=bool(checked))]
-        ),
+        evaluation=_bullets(evidence),
+        usage="\n".join(usage),
         engines=_bullets(f"{engine}: {outcome}" for engine, outcome in engines.items()),
     )
     files.write_atomic(folder / _CARD_FILE, text)
+
+
+def _local_heads(layout: Layout) -> Iterable[str]:
+    """Yield what the letter of each kind of local heads means."""
+    sinks = ""
+    if layout.sinks == 1:
+        sinks = ", and the first token"
+    elif layout.sinks:
+        sinks = f", and the first {layout.sinks:,} tokens"
+    for letter, window in layout.legend.items():
+        yield f"`{letter}`: local head, sees the last {window:,} tokens, its own included{sinks}"
 
 
 def _plain(text: str) -> str:
@@ -159,10 +167,10 @@ def _base_model(checkpoint: files.StrPath) -> tuple[dict[str, Any], str]:
     path = source.resolve(checkpoint)
     folder = source.model_folder(str(path))
     # Go on from a run's checkpoint to the model that it was trained from
-    if files.is_file(record := folder / result_tables.RUN_RECORD):
-        trained_from = (
-            files.read_json(record, "run record").get("recipe", {}).get("model", {}).get("path")
-        )
+    record = folder / result_tables.RUN_RECORD
+    if files.is_file(record):
+        recipe = files.read_json(record, "run record").get("recipe", {})
+        trained_from = recipe.get("model", {}).get("path")
         with suppress(OSError, errors.UserError):  # it may be on another machine
             metadata, name = _base_model(str(trained_from))
             return metadata, f"{name}, retrained,"
@@ -172,27 +180,30 @@ def _base_model(checkpoint: files.StrPath) -> tuple[dict[str, Any], str]:
         card = metadata_load(folder / _CARD_FILE) or {}
     metadata = {key: card[key] for key in _LICENCE if key in card}
     # Find the base model
+    base: str | None = source.split_revision(str(checkpoint))[0]
     if path.exists():
-        saved = str(files.read_json(folder / "config.json", "config").get("_name_or_path"))
-        stated = card.get("base_model")  # by people: any text, or a list
-        named = [*(stated if isinstance(stated, list) else [stated]), saved]
-        base = next((str(name) for name in named if source.is_on_hub(str(name))), None)
-    else:
-        base = source.split_revision(str(checkpoint))[0]
+        base = _recorded_base(folder, card)
     # Name the checkpoint without the folders of this machine
-    shown = (
-        str(checkpoint)
-        if str(checkpoint).startswith(assets.EMBEDDED_PREFIX)
-        else path.absolute().name
-    )
+    shown = str(checkpoint)
+    if not shown.startswith(assets.EMBEDDED_PREFIX):
+        shown = path.absolute().name
     name = f"`{_plain(shown).replace('`', chr(39))}`"
     if base is None:
         return metadata, name
+    metadata["base_model"] = base
     link = f"[{base}](https://huggingface.co/{base})"
-    return {
-        **metadata,
-        "base_model": base,
-    }, f"{name} (base model {link})" if path.exists() else link
+    return metadata, f"{name} (base model {link})" if path.exists() else link
+
+
+def _recorded_base(folder: Path, card: Mapping[str, Any]) -> str | None:
+    """Return the model on the Hub that the card of a model folder, or else its config, names as its base; or None."""
+    stated = card.get("base_model")  # by people: any text, or a list
+    named = stated if isinstance(stated, list) else [stated]
+    saved = files.read_json(folder / "config.json", "config").get("_name_or_path")
+    for name in map(str, (*named, saved)):
+        if source.is_on_hub(name):
+            return name
+    return None
 
 
 def _memory(hybrid: Hybrid, dtype: str) -> Iterable[str]:
@@ -203,14 +214,14 @@ def _memory(hybrid: Hybrid, dtype: str) -> Iterable[str]:
     facts = local_layers.cache_facts(layers, size.heads.heads_per_layer, size.heads.head_dims)
     # List the model's own context, too, if it is shorter than all of them
     most = size.positions or _CONTEXTS[-1]
-    for context in (*([most] if most < _CONTEXTS[0] else []), *_CONTEXTS):
+    contexts = (most, *_CONTEXTS) if most < _CONTEXTS[0] else _CONTEXTS
+    for context in contexts:
         cost = CacheCost(context, 1, layout.window, dtype=dtype, sinks=layout.sinks, **facts)
         used = cost.layout_bytes(layout, local_layers.candidate_layers(layers))
         full = cost.full(layout.num_heads)
-        sizes = (
-            f"{units.format_bytes(full)} | {units.format_bytes(used)} | {100 * used / full:.1f} %"
-        )
-        yield f"| {context:,}{' *' if context > most else ''} | {sizes} |"
+        mark = " *" if context > most else ""
+        sizes = f"{units.format_bytes(full)} | {units.format_bytes(used)}"
+        yield f"| {context:,}{mark} | {sizes} | {100 * used / full:.1f} % |"
     if most < _CONTEXTS[-1]:
         yield f"\n\\* more than the {most:,} tokens that the model was made for (`max_position_embeddings`)"
 
@@ -227,15 +238,16 @@ def _usage(folder: Path, engines: Mapping[str, str], *, is_verified: bool) -> It
     if is_custom and not has_code:
         yield "import spkv_nas  # adds the model type to transformers"
     yield "from transformers import AutoModelForCausalLM, AutoTokenizer\n"
-    code = (
-        ", trust_remote_code=True" if has_code else ""
-    )  # without it, the tokenizer asks whether to run the code
+    # Without it, the tokenizer asks whether to run the code
+    code = ", trust_remote_code=True" if has_code else ""
     yield f'model = AutoModelForCausalLM.from_pretrained("DIR"{code})'
     yield f'tokenizer = AutoTokenizer.from_pretrained("DIR"{code})\n```'
     if has_code:
         yield "\nWith spkv-nas installed, `import spkv_nas` before these lines replaces the code in the folder."
-    if (command := serve_command(engines, "DIR")) is not None:
-        yield f"\nTo serve it: `{command}`{', with spkv-nas installed beside vLLM' if is_custom else ''}."
+    command = serve_command(engines, "DIR")
+    if command is not None:
+        condition = ", with spkv-nas installed beside vLLM" if is_custom else ""
+        yield f"\nTo serve it: `{command}`{condition}."
 
 
 def _bullets(lines: Iterable[str]) -> str:
@@ -251,9 +263,8 @@ class Exported:
     target: str  # name of the target
     form: str  # what it is, what loads it, and how the weights were written
     rejected: Mapping[str, str]  # why each target that comes before it was not taken, by name
-    engines: Mapping[
-        str, str
-    ]  # what each engine does with it, such as "exact" or "refused", by name and version
+    # What each engine does with it, such as "exact" or "refused", by name and version
+    engines: Mapping[str, str]
 
     def __str__(self) -> str:
         """Return a sentence on the folder, and lines on the targets that were not taken and on engines."""
@@ -351,12 +362,16 @@ def _cells(target: ExportTarget, hybrid: Hybrid, engine: str | None) -> dict[str
 
     Raises ``TargetError``: the target cannot express the hybrid, or the engine does not compute it from this form.
     """
-    if (reason := target.can_express(hybrid.model.config, hybrid.layout)) is not None:
+    layout = hybrid.layout
+    reason = target.can_express(hybrid.model.config, layout)
+    if reason is not None:
         raise TargetError(reason)
-    config = target.architecture(hybrid.model.config, hybrid.layout)
-    form = target.form(hybrid.model.config, hybrid.layout)
-    if engine is not None and (reason := objection(form, config, engine)) is not None:
-        raise TargetError(reason)
+    config = target.architecture(hybrid.model.config, layout)
+    form = target.form(hybrid.model.config, layout)
+    if engine is not None:
+        reason = objection(form, config, engine)
+        if reason is not None:
+            raise TargetError(reason)
     return outcomes(form, config)
 
 
@@ -377,10 +392,9 @@ def _write(
         written = target.write(hybrid, unfinished)
         if engine in written.refused_by:
             raise TargetError(written.form)
-        engines = {
-            **engines,
-            **{ENGINES[name].full_title: str(REFUSED) for name in written.refused_by},
-        }
+        engines = dict(engines)
+        for name in written.refused_by:
+            engines[ENGINES[name].full_title] = str(REFUSED)
         verified = target.verify(hybrid, unfinished)
         hybrid.layout.write(unfinished / FILE)
         # Keep the list of documents that a retrained checkpoint has learned from
@@ -394,9 +408,8 @@ def _write(
             write_card(
                 unfinished, hybrid, facts, form=written.form, verified=verified, engines=engines
             )
-    return "; ".join(
-        clause for clause in (written.form, verified, written.weights.done) if clause
-    ), engines
+    clauses = (written.form, verified, written.weights.done)
+    return "; ".join(clause for clause in clauses if clause), engines
 
 
 def _chosen(requested: Layout | None, saved: Layout | None, checkpoint: files.StrPath) -> Layout:

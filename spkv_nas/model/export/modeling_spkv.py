@@ -35,10 +35,8 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 _ATTENTION = "spkv_heads"  # name of the attention function
 _PREFIX = "SPKV"
 _LAYERS = "num_hidden_layers"
-_OTHER_LAYERS_KEYS = (
-    "num_layers",
-    "layers_block_type",
-)  # keys of pairs of layers, and of their kinds
+# Keys in its place, of the number of pairs of layers, and of the kinds of layers
+_OTHER_LAYERS_KEYS = ("num_layers", "layers_block_type")
 _HINT = "said in the section spkv: load this model with trust_remote_code=True"
 _ALL_KEYS = 1 << 62  # window of a head that sees all keys
 
@@ -153,9 +151,8 @@ class _HeadGroup:
     heads: list[int]  # their numbers
     window: int  # recent keys that they see, the query's own included
     sinks: int  # first keys that they see besides
-    learned_rows: (
-        list[int] | None
-    )  # rows of the layer's learned sinks that are theirs; None: they learn none
+    # Rows of the layer's learned sinks that are theirs; None: they learn none
+    learned_rows: list[int] | None
 
 
 def _set_heads(
@@ -171,28 +168,33 @@ def _set_heads(
     ``has_full_attention`` tells whether any layer of the model has, ``group_size`` how many query heads a KV head has.
     """
     longest = native_window or _ALL_KEYS
-    legend = {"G": longest, **(layout.get("windows") or {"L": layout["window"]})}
     if native_window is not None and has_full_attention:
         # Beside layers with full attention, one with a window of its own keeps it, whatever the letters
         windows = [longest] * len(row)
     else:
-        windows = [min(legend[letter], longest) for letter in row]
+        windows = _head_windows(row, layout, longest)
     local_heads = [head for head, window in enumerate(windows) if window < longest]
     learns = bool(local_heads) and layout.get("learned_sinks", False)
     groups = []
     for window in sorted(set(windows)):
         heads = [head for head, head_window in enumerate(windows) if head_window == window]
-        sinks = 0
-        learned_rows = None
+        group = _HeadGroup(heads, window, sinks=0, learned_rows=None)
         if window < longest:
-            sinks = layout.get("sinks", 0)
             learned_rows = [local_heads.index(head) for head in heads] if learns else None
-        groups.append(_HeadGroup(heads, window, sinks, learned_rows))
+            group = _HeadGroup(heads, window, layout.get("sinks", 0), learned_rows)
+        groups.append(group)
     module.spkv_groups = groups  # type: ignore[assignment]
     if learns:
         # Logits of local query heads, which only add to the denominators of their softmax
         logits = torch.zeros(len(local_heads) * group_size, dtype=torch.float32)
         module.learned_sinks = nn.ParameterDict({"logits": logits})
+
+
+def _head_windows(row: str, layout: dict[str, Any], longest: int) -> list[int]:
+    """Return the windows of KV heads by their letters: ``longest`` for global ones (G), and for none a longer one."""
+    legend = layout.get("windows") or {"L": layout["window"]}
+    legend = {"G": longest, **legend}
+    return [min(legend[letter], longest) for letter in row]
 
 
 def _full_cache(config: PreTrainedConfig) -> DynamicCache:

@@ -32,8 +32,17 @@ if TYPE_CHECKING:
     from spkv_nas.artifacts.layout import Layout
 
 _NATIVE = (
-    "qwen2", "qwen3", "smollm3", "ministral", "gemma3_text", "olmo3", "cohere2", "exaone4", "gpt_oss", "granite_swa",
-)  # fmt: skip
+    "qwen2",
+    "qwen3",
+    "smollm3",
+    "ministral",
+    "gemma3_text",
+    "olmo3",
+    "cohere2",
+    "exaone4",
+    "gpt_oss",
+    "granite_swa",
+)
 _SUCCESSOR = {"llama": "ministral", "mistral": "ministral", "olmo2": "olmo3"}
 _ROTARY_IF_LOCAL = ("cohere2", "exaone4")  # their global layers have no position encoding
 _FULL = "full_attention"
@@ -55,9 +64,8 @@ class NativeTarget(ExportTarget):
 
     def form(self, config: PreTrainedConfig, layout: Layout) -> str:
         """Return the model type of the architecture, and whether its layers are not those of its family."""
-        return forms.form_name(
-            _SUCCESSOR.get(config.model_type, config.model_type), layer_kinds(config, layout)
-        )
+        model_type = _SUCCESSOR.get(config.model_type, config.model_type)
+        return forms.form_name(model_type, layer_kinds(config, layout))
 
     def architecture(self, config: PreTrainedConfig, layout: Layout) -> PreTrainedConfig:
         """Return the config of the architecture. Raises ``TargetError`` if none can express the layout."""
@@ -76,9 +84,9 @@ class NativeTarget(ExportTarget):
         config.dtype = hybrid.model.dtype
         with detached(hybrid.model):
             weights = hybrid.save(folder, added, lambda to: write_native_config(config, to))
-        kind = (
-            config.model_type if config.model_type == self.name else f"native {config.model_type}"
-        )
+        kind = config.model_type
+        if kind != self.name:
+            kind = f"native {kind}"
         form = f"a {kind} checkpoint, which plain transformers loads without spkv-nas"
         return Written(form, weights)
 
@@ -109,11 +117,11 @@ def native_config(config: PreTrainedConfig, layout: Layout) -> PreTrainedConfig:
         raise TargetError("its local heads have learned sinks, for which it has no parameters")
     # Build the config
     target = AutoConfig.for_model(_SUCCESSOR.get(kind, kind))
-    target_keys = target.to_dict().keys() if kind in _SUCCESSOR else config.to_dict().keys()
-    options: dict[str, Any] = {
-        key: value
-        for key, value in config.to_dict().items()
-        if key in target_keys and key not in ("spkv", *registry.GUARD_KEYS)
+    options = config.to_dict()
+    target_keys = target.to_dict().keys() if kind in _SUCCESSOR else options.keys()
+    left_out = ("spkv", *registry.GUARD_KEYS)
+    options = {
+        key: value for key, value in options.items() if key in target_keys and key not in left_out
     }
     options |= {
         "model_type": target.model_type,
@@ -133,7 +141,12 @@ def native_config(config: PreTrainedConfig, layout: Layout) -> PreTrainedConfig:
             layer_type: dict(config.rope_parameters) for layer_type in (_FULL, _SLIDING)
         }
     native: PreTrainedConfig = AutoConfig.for_model(**options)
-    # Check that position encodings stay the same
+    _check_positions(config, native)
+    return native
+
+
+def _check_positions(config: PreTrainedConfig, native: PreTrainedConfig) -> None:
+    """Raise ``TargetError`` if layers have other position encodings in a ``native`` architecture than before."""
     encodings = zip(_positions(config), _positions(native), strict=True)
     changed = [layer for layer, (before, after) in enumerate(encodings) if before != after]
     if changed:
@@ -141,7 +154,6 @@ def native_config(config: PreTrainedConfig, layout: Layout) -> PreTrainedConfig:
             f"layer_types of '{native.model_type}' also chooses the position encoding, which would change in layers "
             f"{_numbers(changed)}"
         )
-    return native
 
 
 def llama_shaped_config(
@@ -161,12 +173,17 @@ def llama_shaped_config(
     options |= {
         "layer_types": layer_kinds(config, layout),
         "sliding_window": layer_window(config, layout),
-        "head_dim": getattr(config, "head_dim", None)
-        or config.hidden_size // config.num_attention_heads,
+        "head_dim": _head_dim(config),
         "attention_bias": config.model_type == "qwen2" or bool(values.get("attention_bias", False)),
         "use_cache": True,  # hooks switch it off
     }
     return AutoConfig.for_model(model_type, **options | keys)
+
+
+def _head_dim(config: PreTrainedConfig) -> int:
+    """Return the channels of an attention head."""
+    head_dim: int | None = getattr(config, "head_dim", None)
+    return head_dim or config.hidden_size // config.num_attention_heads
 
 
 def layer_kinds(config: PreTrainedConfig, layout: Layout) -> list[str]:
@@ -183,16 +200,17 @@ def layer_window(config: PreTrainedConfig, layout: Layout) -> int:
     """
     layers = _layers(config, layout)
     windows = _windows(layers, layout)
+    rows = zip(layers, windows, strict=True)
+    has_sinks = layout.sinks > 0 and any(takes_sinks(layer, min(row)) for layer, row in rows)
     # Refuse what layer_types cannot express
-    if layout.sinks and any(
-        takes_sinks(layer, min(row)) for layer, row in zip(layers, windows, strict=True)
-    ):
+    if has_sinks:
         tokens = f"{layout.sinks} sink token{'s' if layout.sinks > 1 else ''}"
         raise TargetError(
             f"its local heads see {tokens}, which layer_types cannot express (remove them with "
             "layout convert --sinks 0 if the model does without)"
         )
-    if mixed := [layer for layer, row in enumerate(windows) if len(row) > 1]:
+    mixed = [layer for layer, row in enumerate(windows) if len(row) > 1]
+    if mixed:
         named = f"layer {mixed[0]} mixes" if len(mixed) == 1 else f"layers {_numbers(mixed)} mix"
         kinds = "heads of several windows" if layout.windows else "global and local heads"
         raise TargetError(f"{named} {kinds}, which layer_types cannot express")
@@ -210,9 +228,8 @@ def _layers(config: PreTrainedConfig, layout: Layout) -> list[ConfigLayer]:
     kinds = getattr(config, "layer_types", None) or [_SLIDING] * layout.num_layers
     if len(kinds) != layout.num_layers:  # not about attention alone
         kinds = [_FULL] * layout.num_layers
-    return config_layers(
-        [getattr(config, "sliding_window", None) if kind == _SLIDING else None for kind in kinds]
-    )
+    window = getattr(config, "sliding_window", None)
+    return config_layers([window if kind == _SLIDING else None for kind in kinds])
 
 
 def _windows(layers: Sequence[ConfigLayer], layout: Layout) -> list[set[int]]:
@@ -247,32 +264,41 @@ def write_native_config(config: PreTrainedConfig, folder: Path) -> None:
 
     saved = json.loads(config.to_json_string())
     content = {key: value for key, value in saved.items() if key not in settings.OLDER_ROPE_KEYS}
-    # Add the RoPE settings of transformers 4
-    rotary = getattr(config, "rope_parameters", None) or {}
-    local, rotary = rotary.get(_SLIDING), rotary.get(_FULL, rotary)
-    if local is not None and config.model_type == "gemma3_text":
-        content["rope_local_base_freq"] = local["rope_theta"]
-    elif local is not None and local["rope_theta"] != rotary["rope_theta"]:
-        rotary = {}
-    if "rope_theta" in rotary and (local is None or local.get("rope_type", "default") == "default"):
-        content["rope_theta"] = rotary["rope_theta"]
-        if rotary.get("rope_type", "default") != "default":
-            content["rope_scaling"] = {
-                key: value for key, value in rotary.items() if key != "rope_theta"
-            }
+    content |= _older_rotary_keys(config)
     content |= registry.guards(forms.form_name(config.model_type, config.layer_types))
     write_atomic(folder / "config.json", json.dumps(content, indent=2, sort_keys=True) + "\n")
+
+
+def _older_rotary_keys(config: PreTrainedConfig) -> dict[str, Any]:
+    """Return the RoPE settings of a config in the format of transformers 4, as far as it has one for them."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    rotary = parameters.get(_FULL, parameters)
+    local = parameters.get(_SLIDING)
+    keys: dict[str, Any] = {}
+    if local is not None:
+        if config.model_type == "gemma3_text":
+            keys["rope_local_base_freq"] = local["rope_theta"]
+        elif local["rope_theta"] != rotary["rope_theta"]:
+            return keys
+        if local.get("rope_type", "default") != "default":
+            return keys
+    if "rope_theta" in rotary:
+        scaling = dict(rotary)
+        keys["rope_theta"] = scaling.pop("rope_theta")
+        if rotary.get("rope_type", "default") != "default":
+            keys["rope_scaling"] = scaling
+    return keys
 
 
 def _positions(config: PreTrainedConfig) -> list[Any]:
     """Return the position encoding of every layer, as far as ``layer_types`` affects it."""
     rotary = getattr(config, "rope_parameters", None) or {}
     kinds = getattr(config, "layer_types", None) or [_FULL] * config.num_hidden_layers
-    if config.model_type in _ROTARY_IF_LOCAL:
-        return [
-            rotary if kind == _SLIDING or config.sliding_window is None else None for kind in kinds
-        ]
-    return [rotary.get(kind, rotary) for kind in kinds]
+    if config.model_type not in _ROTARY_IF_LOCAL:
+        return [rotary.get(kind, rotary) for kind in kinds]
+    if config.sliding_window is None:
+        return [rotary for _ in kinds]
+    return [rotary if kind == _SLIDING else None for kind in kinds]
 
 
 def _numbers(layers: list[int]) -> str:
@@ -310,20 +336,21 @@ class GraniteSwaTarget(NativeTarget):
             raise TargetError("the installed transformers has no granite_swa; version 5.23 has it")
         # Set what other families compute without keys: the scale of the scores, and a RoPE base per layer
         rotary = dict(config.rope_parameters)
-        head_dim = (
-            getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        )
-        scale = {} if kind == "granite" else {"attention_multiplier": head_dim**-0.5}
-        uses_rope = (
-            getattr(config, "no_rope_layers", None) or [1] * config.num_hidden_layers
-        )  # 1: the layer has RoPE
+        # 1: the layer has RoPE
+        uses_rope = getattr(config, "no_rope_layers", None) or [1] * config.num_hidden_layers
         bases = [rotary["rope_theta"] if has_rope else 0 for has_rope in uses_rope]
-        options = {
-            "rope_parameters": rotary,
-            "layer_rope_theta": bases,
-            "architectures": ["GraniteSWAForCausalLM"],
-        }
-        return llama_shaped_config(_GRANITE_SWA, config, layout, **options, **scale)
+        scale = _head_dim(config) ** -0.5
+        if kind == "granite":
+            scale = config.attention_multiplier
+        return llama_shaped_config(
+            _GRANITE_SWA,
+            config,
+            layout,
+            rope_parameters=rotary,
+            layer_rope_theta=bases,
+            architectures=["GraniteSWAForCausalLM"],
+            attention_multiplier=scale,
+        )
 
     def added_weights(self, model: PreTrainedModel) -> dict[str, Tensor]:
         """Return a sink per query head, rounded to the dtype of the weights, and the biases that a Qwen2 lacks."""
@@ -346,12 +373,10 @@ def _sinks(model: PreTrainedModel) -> dict[str, Tensor]:
     sinks = {}
     for name, layer in attention_layers(model).items():
         learned = layer_learned_sinks(layer)
-        # Give layers without learned sinks logits without effect
-        logits = (
-            torch.full((num_heads,), NO_SINK)
-            if learned is None
-            else learned().detach().cpu().clamp(min=NO_SINK)
-        )
+        # Layers without learned sinks get logits without effect
+        logits = torch.full((num_heads,), NO_SINK)
+        if learned is not None:
+            logits = learned().detach().cpu().clamp(min=NO_SINK)
         sinks[f"{name}.sinks"] = logits.to(model.dtype)
     return sinks
 
@@ -387,12 +412,10 @@ class MlxTarget(NativeTarget):
     def architecture(self, config: PreTrainedConfig, layout: Layout) -> PreTrainedConfig:
         """Return the config. Raises ``TargetError`` if mlx-lm runs no architecture that can express the layout."""
         is_llama = config.model_type in _SMOLLM3_SHAPED
-        architecture = (
-            _smollm3_config(config, layout) if is_llama else native_config(config, layout)
-        )
-        if (
-            reason := registry.objection(self.form(config, layout), architecture, _MLX)
-        ) is not None:
+        build = _smollm3_config if is_llama else native_config
+        architecture = build(config, layout)
+        reason = registry.objection(self.form(config, layout), architecture, _MLX)
+        if reason is not None:
             raise TargetError(reason)
         return architecture
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 
 def main(requests: str, answers: str) -> None:
@@ -72,7 +72,7 @@ def _loaded_logits(folder: str, tokens: list[int], keep: int, steps: int) -> tor
 
 
 @torch.no_grad()
-def _logits(model: Any, tokens: torch.Tensor, keep: int, steps: int) -> torch.Tensor:
+def _logits(model: PreTrainedModel, tokens: torch.Tensor, keep: int, steps: int) -> torch.Tensor:
     """Compute logits [keep, V] of the last tokens, the last ``steps`` of them one by one with a key-value cache."""
     output = model(input_ids=tokens[:, :-steps], use_cache=True, logits_to_keep=keep - steps)
     parts = [output.logits[0]]
@@ -85,7 +85,7 @@ def _logits(model: Any, tokens: torch.Tensor, keep: int, steps: int) -> torch.Te
 
 
 @contextmanager
-def float32(model: Any) -> Iterator[None]:
+def float32(model: PreTrainedModel) -> Iterator[None]:
     """Compute in float32 inside the ``with`` block, converting one part of the model at a time.
 
     Raises:
@@ -94,13 +94,14 @@ def float32(model: Any) -> Iterator[None]:
     # Replace tensors of a part before it runs, restore them after
     originals: dict[torch.nn.Module, list[tuple[torch.Tensor, torch.Tensor]]] = {}
 
-    def enter(part: torch.nn.Module, *_: Any) -> None:
-        tensors = [tensor for tensor in part.parameters() if tensor.dtype != torch.float32]
-        originals[part] = [(tensor, tensor.data) for tensor in tensors]
-        for tensor in tensors:
-            tensor.data = tensor.data.float()
+    def enter(part: torch.nn.Module, *_: object) -> None:
+        originals[part] = []
+        for tensor in part.parameters():
+            if tensor.dtype != torch.float32:
+                originals[part].append((tensor, tensor.data))
+                tensor.data = tensor.data.float()
 
-    def leave(part: torch.nn.Module, *_: Any) -> None:
+    def leave(part: torch.nn.Module, *_: object) -> None:
         for tensor, data in originals.pop(part, ()):
             tensor.data = data
 
@@ -118,16 +119,19 @@ def float32(model: Any) -> Iterator[None]:
             handle.remove()
 
 
-def parts(model: Any) -> list[torch.nn.Module]:
+def parts(model: PreTrainedModel) -> list[torch.nn.Module]:
     """Return the decoder layers, and the modules outside of them with direct parameters, which cover the model."""
-    layers = set(model._no_split_modules or ())
+    return list(_parts_of(model, set(model._no_split_modules or ())))
 
-    def parts_of(module: torch.nn.Module) -> list[torch.nn.Module]:
-        if type(module).__name__ in layers or any(True for _ in module.parameters(recurse=False)):
-            return [module]
-        return [part for child in module.children() for part in parts_of(child)]
 
-    return parts_of(model)
+def _parts_of(module: torch.nn.Module, layers: set[str]) -> Iterator[torch.nn.Module]:
+    """Yield a module of one of the classes ``layers``, or with direct parameters, or else such modules inside it."""
+    has_parameters = any(True for _ in module.parameters(recurse=False))
+    if has_parameters or type(module).__name__ in layers:
+        yield module
+        return
+    for child in module.children():
+        yield from _parts_of(child, layers)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ classes of their own.
 
 import json
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,9 +47,11 @@ class SpkvTarget(ExportTarget):
             return f"{self.name} with more than {VLLM.max_windows} windows"
         if layout.sinks and has_learned_sinks(config):
             return f"{self.name} with both kinds of sinks"
-        return self.name + {0: "", 1: " with a sink token"}.get(
-            layout.sinks, " with several sink tokens"
-        )
+        if layout.sinks == 1:
+            return f"{self.name} with a sink token"
+        if layout.sinks:
+            return f"{self.name} with several sink tokens"
+        return self.name
 
     def write(self, hybrid: Hybrid, folder: Path) -> Written:
         """Write the checkpoint with its section, and the code for plain transformers if it computes the hybrid."""
@@ -69,10 +71,12 @@ def _add_code(hybrid: Hybrid, folder: Path) -> str:
     config = folder / "config.json"
     code = folder / _CODE.name
     before = config.read_bytes()
-    kinds = custom_model_type.native_class(hybrid.model.config), type(hybrid.model)
-    names = (f"{code.stem}.SPKV{kind.__name__}" for kind in kinds)
-    auto_map = dict(zip(("AutoConfig", "AutoModelForCausalLM"), names, strict=True))
-    content = {**json.loads(before), "auto_map": auto_map}
+    config_class = custom_model_type.native_class(hybrid.model.config)
+    content = json.loads(before)
+    content["auto_map"] = {
+        "AutoConfig": f"{code.stem}.SPKV{config_class.__name__}",
+        "AutoModelForCausalLM": f"{code.stem}.SPKV{type(hybrid.model).__name__}",
+    }
     files.write_atomic(config, json.dumps(content, indent=2, sort_keys=True) + "\n")
     shutil.copyfile(_CODE, code)
     # Compare it with the hybrid, and remove it if it differs
@@ -84,11 +88,9 @@ def _add_code(hybrid: Hybrid, folder: Path) -> str:
     except (TargetError, errors.UserError) as error:
         code.unlink()
         files.write_atomic(config, before)
-        reason = (
-            str(error)
-            if isinstance(error, TargetError)
-            else "they could not be compared on this machine"
-        )
+        reason = "they could not be compared on this machine"
+        if isinstance(error, TargetError):
+            reason = str(error)
         return f"plain transformers refuses it, because its code was left out: {reason}"
 
 
@@ -119,13 +121,20 @@ def chosen_targets(
         raise errors.UserError(
             f"unknown export target '{to}'; expected one of {', '.join((AUTO, *TARGETS.names))}"
         )
-    # Check that a target has each option
-    targets = [(target, {field.name for field in fields(target)}) for target in chosen]  # type: ignore[arg-type]
-    for name in options:
-        if not any(name in names for _, names in targets):
-            listed = " or ".join(target.name for target, _ in targets)
-            raise errors.UserError(f"an export to {listed} has no option '{name}'\nleave it out")
-    return [
-        target.with_options({name: value for name, value in options.items() if name in names})
-        for target, names in targets
-    ]
+    return _with_options(list(chosen), options)
+
+
+def _with_options(
+    targets: Sequence[ExportTarget], options: Mapping[str, Any]
+) -> list[ExportTarget]:
+    """Return targets with those of the options that each has. Raises ``UserError`` for one that none of them has."""
+    names = [{field.name for field in fields(target)} for target in targets]  # type: ignore[arg-type]
+    for option in options:
+        if not any(option in target_names for target_names in names):
+            listed = " or ".join(target.name for target in targets)
+            raise errors.UserError(f"an export to {listed} has no option '{option}'\nleave it out")
+    chosen = []
+    for target, target_names in zip(targets, names, strict=True):
+        known = {name: value for name, value in options.items() if name in target_names}
+        chosen.append(target.with_options(known))
+    return chosen

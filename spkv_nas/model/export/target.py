@@ -57,9 +57,8 @@ class Hybrid:
         else:
             written = checkpoint.save_as_files(self.model, self.files, folder, link=self.link)
         complete(folder)
-        weight_files.save_tokenizer(
-            self.tokenizer, folder
-        )  # last, because the config selects its class
+        # Last, because the config selects the class of the tokenizer
+        weight_files.save_tokenizer(self.tokenizer, folder)
         return written
 
 
@@ -69,9 +68,8 @@ class Written:
 
     form: str  # what it is and what loads it, as a clause of a message
     weights: WrittenWeights  # how the weights were written
-    refused_by: tuple[
-        str, ...
-    ] = ()  # names of engines that would compute the form, but lack something in this folder
+    # Names of engines that would compute the form, but lack something in this folder
+    refused_by: tuple[str, ...] = ()
 
 
 class ExportTarget(Entry, ABC):

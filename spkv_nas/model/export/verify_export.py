@@ -45,29 +45,26 @@ def expected(model: PreTrainedModel, window: int) -> ReferenceLogits:
     """
     # Check memory
     began = time.monotonic()
-    num_bytes = 4 * max(
+    part_sizes = [
         sum(parameter.numel() for parameter in part.parameters())
         for part in plain_logits.parts(model)
-    )
+    ]
     memory.require(
-        num_bytes,
+        4 * max(part_sizes),
         "comparing the export with plain transformers in float32",
         "export on a machine with more memory",
     )
     # Draw tokens
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 30
     length = max(2 * _STEPS, min(window + BEYOND, longest))
-    tokens = torch.randint(
-        model_shape.vocabulary_size(model), (1, length), generator=torch.Generator().manual_seed(0)
-    )
+    generator = torch.Generator().manual_seed(0)
+    vocabulary = model_shape.vocabulary_size(model)
+    tokens = torch.randint(vocabulary, (1, length), generator=generator)
     # Run the model
     with plain_logits.float32(model), modes.evaluation_mode(model):
         inputs = tokens.to(model.device)
-        logits = (
-            model(input_ids=inputs, use_cache=False, logits_to_keep=min(BEYOND, length))
-            .logits[0]
-            .cpu()
-        )
+        output = model(input_ids=inputs, use_cache=False, logits_to_keep=min(BEYOND, length))
+        logits = output.logits[0].cpu()
     return ReferenceLogits(tokens[0].tolist(), logits, time.monotonic() - began)
 
 
@@ -152,10 +149,9 @@ def _run_program(arguments: list[str], folder: Path, seconds: float) -> None:
         "HF_HUB_OFFLINE": "1",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         "TRANSFORMERS_VERBOSITY": "error",
+        # Where transformers copies a folder's code to
+        "HF_MODULES_CACHE": str(folder / "modules"),
     }
-    environment["HF_MODULES_CACHE"] = str(
-        folder / "modules"
-    )  # where transformers copies a folder's code to
     try:
         process = subprocess.run(
             [sys.executable, "-c", program, *arguments],
