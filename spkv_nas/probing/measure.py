@@ -63,6 +63,9 @@ _RUN = ("batch_size", "cache")  # arguments of ``measure`` that are no options o
 # of 128 tokens, windows of 32 alone take a quarter
 _CHECKED = (0.25, 0.5)
 _LARGEST = 4096  # blocks of a text of which half is taken
+_MEMORY_OR_BUDGET = (
+    "give a limit of memory or a budget, not both: the memory says how many heads are global"
+)
 _Measure = Callable[[Signal, TokenBlocks, int, Progress | None], HeadScores]
 
 
@@ -149,21 +152,13 @@ def measure_signal(
     # Check options and model
     entry, run = _configured(SIGNALS[signal], options)
     if memory is not None and options.get("budget") is not None:
-        raise UserError(
-            "give a limit of memory or a budget, not both: the memory says how many heads are "
-            "global"
-        )
+        raise UserError(_MEMORY_OR_BUDGET)
     micro_batch.check_blocks(model, blocks)
     # Choose window and sink tokens
     if entry.needs_gates:
         window = _gate_window(entry, model)
     first_window = _first_window(model, blocks, window)
-    sink_facts: dict[str, object] = {}
-    num_sinks = sinks
-    if num_sinks is None:
-        num_sinks, sink_facts = choose_sinks(model, blocks, first_window)
-    if num_sinks:
-        sink_facts = {"sinks": num_sinks, **sink_facts}
+    num_sinks, sink_facts = _sinks(model, blocks, first_window, sinks)
     if entry.takes_sinks and (num_sinks or sinks is not None):
         run["sinks"] = num_sinks
 
@@ -250,6 +245,16 @@ def _first_window(model: PreTrainedModel, blocks: TokenBlocks, window: int | Non
             "key"
         )
     return window
+
+
+def _sinks(
+    model: PreTrainedModel, blocks: TokenBlocks, window: int, sinks: int | None
+) -> tuple[int, dict[str, object]]:
+    """Return the number of sink tokens, chosen if ``sinks`` is None, and the entries about it for the record."""
+    facts: dict[str, object] = {}
+    if sinks is None:
+        sinks, facts = choose_sinks(model, blocks, window)
+    return sinks, {"sinks": sinks, **facts} if sinks else facts
 
 
 def _gate_window(entry: Signal, model: PreTrainedModel) -> int:
