@@ -287,8 +287,9 @@ def check_vocabulary(model: PreTrainedModel, dense: PreTrainedModel) -> None:
     num_dense_tokens = model_shape.vocabulary_size(dense)
     if num_tokens != num_dense_tokens:
         raise errors.UserError(
-            f"the model predicts {num_tokens} tokens and the dense model {num_dense_tokens} (vocab_size), so their "
-            "distributions differ in length\ncompare models of equal vocab_size"
+            f"the model predicts {num_tokens} tokens and the dense model {num_dense_tokens} "
+            "(vocab_size), so their distributions differ in length\n"
+            "compare models of equal vocab_size"
         )
 
 

@@ -11,19 +11,26 @@ softmax is over the keys that are still cached.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from spkv_nas.base.errors import UserError
-from spkv_nas.contrib.evaluate.baselines.rules import Chunk, Protocol, Read, Rule, ranking, reading
+from spkv_nas.contrib.evaluate.baselines.rules import (
+    Chunk,
+    Protocol,
+    Read,
+    Rule,
+    Until,
+    ranking,
+    reading,
+)
 from spkv_nas.model.placement import input_device
 
 FUTURE = 512  # positions over which the rotation is averaged
-_CHECKED, _LARGEST_ERROR = (
-    16,
-    0.1,
-)  # tokens; relative error of queries, which a wrong rotation exceeds by far
+_CHECKED = 16  # tokens of the text on which the rotation is checked
+_LARGEST_ERROR = 0.1  # relative, of queries; a wrong rotation exceeds it by far
 
 
 @dataclass(frozen=True)
@@ -37,21 +44,19 @@ class Rotation:
     def of(cls, model: PreTrainedModel, block_size: int) -> "Rotation":
         """Compute the rotation for blocks; ``UserError`` unless it is by halves, in every layer alike."""
         refusal = UserError(
-            "expected-attention needs rotary positions (RoPE) that rotate the halves of a head, equally in every "
-            "layer; this model encodes positions differently: leave expected-attention out of --methods"
+            "expected-attention needs rotary positions (RoPE) that rotate the halves of a head, "
+            "equally in every layer; this model encodes positions differently: leave "
+            "expected-attention out of --methods"
         )
-        rotary = getattr(model.get_decoder(), "rotary_emb", None)
-        positions = torch.arange(block_size + FUTURE, device=input_device(model))[None]
+        rotary: Any = getattr(model.get_decoder(), "rotary_emb", None)
+        device = input_device(model)
+        positions = torch.arange(block_size + FUTURE, device=device)[None]
         # Compute cos and sin, also for the block alone, to detect frequencies that depend on the length
         try:
-            shorter, _ = rotary(
-                torch.zeros(1, device=input_device(model)), positions[:, :block_size]
-            )  # type: ignore[misc]
-            cos, sin = rotary(torch.zeros(1, device=input_device(model)), positions)  # type: ignore[misc]
-        except (
-            TypeError,
-            ValueError,
-        ) as error:  # no rotary module, one with other arguments, or complex rotations
+            shorter, _ = rotary(torch.zeros(1, device=device), positions[:, :block_size])
+            cos, sin = rotary(torch.zeros(1, device=device), positions)
+        # No rotary module, one with other arguments, or complex rotations
+        except (TypeError, ValueError) as error:
             raise refusal from error
         rotation = cls(cos[0].double(), sin[0].double())
         if not torch.equal(shorter[0], cos[0, :block_size]) or not rotation._fits(model):
@@ -67,29 +72,32 @@ class Rotation:
             fits = read.q.shape[-1] == self.cos.shape[-1]
             if fits:
                 q = self.undo(read.q)
-                fits = bool((q - q[..., :1, :]).norm() <= _LARGEST_ERROR * q.norm())
+                deviation = q - q[..., :1, :]
+                fits = bool(deviation.norm() <= _LARGEST_ERROR * q.norm())
             layer_fits.append(fits)
             return read.v.expand_as(read.q), torch.zeros(())
 
         # Read a constant sequence, whose queries are equal once RoPE is undone
         with reading(model) as reader:
             reader.rule = check_layer
-            model.get_decoder()(
-                input_ids=torch.ones(1, _CHECKED, dtype=torch.int64, device=input_device(model))
-            )
+            ones = torch.ones(1, _CHECKED, dtype=torch.int64, device=input_device(model))
+            model.get_decoder()(input_ids=ones)
         return all(layer_fits)
 
     def undo(self, q: torch.Tensor) -> torch.Tensor:
         """Return queries [..., T, D] of positions 0 to T - 1 before their rotation, float64."""
-        cos, sin = (x[: q.shape[-2]].to(q.device) for x in (self.cos, self.sin))
+        num_positions = q.shape[-2]
+        cos = self.cos[:num_positions].to(q.device)
+        sin = self.sin[:num_positions].to(q.device)
         q = q.double()
-        return (q * cos - _rotate_half(q) * sin) / (
-            cos**2 + sin**2
-        )  # scaled cos and sin (YaRN) scale twice
+        # cos and sin of YaRN have a scale, which must be undone as well
+        return (q * cos - _rotate_half(q) * sin) / (cos**2 + sin**2)
 
     def ahead(self, start: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the mean rotation of the ``FUTURE`` positions from ``start`` on: cos and sin [D]."""
-        cos, sin = (x[start : start + FUTURE].mean(0).to(device) for x in (self.cos, self.sin))
+        positions = slice(start, start + FUTURE)
+        cos = self.cos[positions].mean(0).to(device)
+        sin = self.sin[positions].mean(0).to(device)
         return cos, sin
 
 
@@ -123,7 +131,8 @@ class ExpectedAttention:
         self._seen = max(start, self._seen)
         num_queries = max(1, self._seen - self._sinks)
         mean = self._sum / num_queries
-        return mean, self._squares / num_queries - mean[..., None] * mean[..., None, :]
+        covariance = self._squares / num_queries - mean[..., None] * mean[..., None, :]
+        return mean, covariance
 
     def scores(self, chunk: Chunk, held: torch.Tensor) -> torch.Tensor:
         """Return the scores [B, Hkv, start] of the keys before the next chunk; ``held`` ones are not evicted yet."""
@@ -137,21 +146,25 @@ class ExpectedAttention:
 
         # Apply the average RoPE to mean and covariance
         query = average_rope(mean).float()
-        rotated_cov = average_rope(average_rope(covariance).mT).float()
+        rotated_covariance = average_rope(average_rope(covariance).mT).float()
         # Compute expected logits [B, Hkv, G, start] of the keys before the chunk
         keys = self._keys[..., :start, :]
         logits = (keys @ query[..., None])[..., 0] * self._scale
-        logits = logits + ((keys @ rotated_cov) * keys).sum(-1) * (self._scale**2 / 2)
+        variance = ((keys @ rotated_covariance) * keys).sum(-1)
+        logits = logits + variance * (self._scale**2 / 2)
         # Leave out evicted keys and sinks
         logits = logits.masked_fill(~held[:, :, None], -torch.inf)
         logits[..., :sinks] = -torch.inf
         # Weight the attention by value norms
-        scores: torch.Tensor = (logits.softmax(-1) * self._norms[..., :start]).mean(2)
-        return scores
+        weighted: torch.Tensor = logits.softmax(-1) * self._norms[..., :start]
+        return weighted.mean(2)
 
 
 def expected_attention(protocol: Protocol, density: float, rotation: Rotation) -> Rule:
     """Return the rule that keeps a share ``density`` of the keys outside the window in every head."""
-    return lambda read: ranking(
-        read, protocol, density, ExpectedAttention(read, rotation, protocol.sinks).scores
-    )
+
+    def rule(read: Read) -> tuple[torch.Tensor, Until]:
+        expected = ExpectedAttention(read, rotation, protocol.sinks)
+        return ranking(read, protocol, density, expected.scores)
+
+    return rule

@@ -17,7 +17,7 @@ instead of 1.2 million), and the context to repeat is half a block, so that all 
 model was trained on.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -52,23 +52,24 @@ def kvzip_scores(read: rules.Read, output: Tensor, context: int) -> tuple[Tensor
     """
     batch, heads, length = read.keys_shape
     # Compute the norms |W_O v| [B, Hkv, G, context] and 1 / |h| [B, T]
-    parts = (
-        output.float().view(len(output), heads, read.q.shape[2], -1).permute(1, 2, 0, 3)
-    )  # [Hkv, G, C, Dv]
-    values = read.v[
-        ..., :context, : parts.shape[3]
-    ].float()  # without the channels that pad them to the size of keys
-    norms = ((values @ (parts.mT @ parts)) * values).sum(-1).clamp(min=0).sqrt()
+    projection = output.float().view(len(output), heads, read.q.shape[2], -1)
+    projection = projection.permute(1, 2, 0, 3)  # [Hkv, G, C, Dv]
+    # Leave out the channels that pad values to the size of keys
+    values = read.v[..., :context, : projection.shape[3]].float()
+    squared_norms = ((values @ (projection.mT @ projection)) * values).sum(-1)
+    norms = squared_norms.clamp(min=0).sqrt()
     inverse_norms = 1.0 / read.hidden.float().norm(dim=-1)
     scores = torch.zeros(batch, heads, context, device=read.k.device)
 
     # Keep each key's largest weight over the queries after the context
     def update_scores(chunk: rules.Chunk, weights: Tensor) -> None:
-        first = max(context - chunk.start, 0)  # first query of the chunk after the context
-        if chunk.stop > context:
-            inverse = inverse_norms[:, None, None, chunk.start + first : chunk.stop, None]
-            normalized = weights[:, :, :, first:, :context] * inverse * norms[..., None, :]
-            torch.maximum(scores, normalized.amax((2, 3)), out=scores)
+        if chunk.stop <= context:
+            return
+        # First query of the chunk after the context
+        first = max(context - chunk.start, 0)
+        inverse = inverse_norms[:, None, None, chunk.start + first : chunk.stop, None]
+        normalized = weights[:, :, :, first:, :context] * inverse * norms[..., None, :]
+        torch.maximum(scores, normalized.amax((2, 3)), out=scores)
 
     # Attend to all keys: the window covers the whole block, so that no key is ever decided on
     everything = rules.Protocol(window=length, sinks=0, chunk=_QUERIES)
@@ -95,7 +96,8 @@ class KVzap:
 
     def scores(self, read: rules.Read) -> Tensor:
         """Predict scores [B, Hkv, T] of a layer's keys."""
-        scores: Tensor = self.predictors[read.layer].to(read.hidden.device)(read.hidden.float())
+        network = self.predictors[read.layer].to(read.hidden.device)
+        scores: Tensor = network(read.hidden.float())
         return scores.transpose(1, 2)
 
     def rule(self, protocol: rules.Protocol, threshold: float) -> rules.Rule:
@@ -161,37 +163,36 @@ def fit_kvzap(
         raise errors.UserError(
             f"kvzap needs blocks of at least {len(prompt) + 2} tokens; found {blocks.block_size}"
         )
-    chosen = blocks.spread(-(-FIT_TOKENS // context))
+    num_contexts = -(-FIT_TOKENS // context)
+    chosen = blocks.spread(num_contexts)
     if chosen.num_blocks < 2:
         raise errors.UserError(
             "kvzap needs at least two blocks of training text: use more text, or smaller blocks"
         )
     starts = range(0, chosen.num_blocks, batch_size)
-    tokens = (
-        chosen.boundaries.inputs(block_tokens(chosen, start, batch_size, input_device(model)))
-        for start in starts
-    )
-    batches = (inputs["input_ids"][:, :context] for inputs in tokens)
-    texts = (
-        torch.cat([batch, prompt.to(batch.device).expand(len(batch), -1), batch], 1)
-        for batch in batches
-    )
+    device = input_device(model)
     num_layers = int(model.config.get_text_config().num_hidden_layers)
+
+    def texts() -> Iterator[Tensor]:
+        """Yield batches of texts."""
+        for start in starts:
+            tokens = block_tokens(chosen, start, batch_size, device)
+            batch = chosen.boundaries.inputs(tokens)["input_ids"][:, :context]
+            prompts = prompt.to(batch.device).expand(len(batch), -1)
+            yield torch.cat([batch, prompts, batch], 1)
 
     def step(done: int) -> None:
         progress(done, len(starts) + num_layers)
 
     # Read hidden states and KVzip+ scores of all layers
     num_tokens = chosen.num_blocks * context
-    hidden, target = _targets(model, texts, context, num_tokens, step)
-    # Fit each layer
+    hidden, target = _targets(model, texts(), context, num_tokens, step)
+    # Fit each layer, and free its training data
     fits = []
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        while hidden:  # frees the training data of a layer once it is fitted
-            fits.append(
-                _fit(torch.cat(hidden.pop(0)), torch.cat(target.pop(0)), input_device(model))
-            )
+        while hidden:
+            fits.append(_fit(torch.cat(hidden.pop(0)), torch.cat(target.pop(0)), device))
             step(len(starts) + len(fits))
     # Compute the explained variance on held-out contexts
     networks, errors_of_layers, variances = zip(*fits, strict=True)
@@ -212,34 +213,24 @@ def _targets(
     """
     with rules.reading(model) as reader, torch.inference_mode():
         # Check that the hidden states fit into memory
-        num_bytes = (
-            number
-            * len(reader.layers)
-            * int(model.config.get_text_config().hidden_size)
-            * model.dtype.itemsize
-        )
-        description = f"hidden states of {number:,} tokens in {len(reader.layers)} layers, on which kvzap is trained"
+        num_layers = len(reader.layers)
+        hidden_size = int(model.config.get_text_config().hidden_size)
         memory.require(
-            num_bytes, description, "leave kvzap out of --methods, or use a smaller model"
+            number * num_layers * hidden_size * model.dtype.itemsize,
+            f"hidden states of {number:,} tokens in {num_layers} layers, on which kvzap is trained",
+            "leave kvzap out of --methods, or use a smaller model",
         )
-        # Find the output projections W_O
-        outputs = [
-            getattr(getattr(layer, "o_proj", None), "weight", None) for layer in reader.layers
-        ]
-        if not all(isinstance(output, Tensor) for output in outputs):
-            raise errors.UserError(
-                "kvzap needs attention layers with a linear layer 'o_proj', which this model does not have\n"
-                "leave kvzap out of --methods"
-            )
+        projections = [_output_projection(layer) for layer in reader.layers]
         hidden: list[list[Tensor]] = [[] for _ in reader.layers]
         target: list[list[Tensor]] = [[] for _ in reader.layers]
 
         # Read with full attention, collecting the inputs and scores of every layer
         def collect(read: rules.Read) -> tuple[Tensor, rules.Until]:
-            scores, out = kvzip_scores(read, outputs[read.layer], context)  # type: ignore[arg-type]
+            scores, out = kvzip_scores(read, projections[read.layer], context)
             if read.decided is None:
+                log_scores = scores.clamp(min=_SMALLEST).log()
                 hidden[read.layer].append(read.hidden[:, :context].cpu())
-                target[read.layer].append(scores.clamp(min=_SMALLEST).log().transpose(1, 2).cpu())
+                target[read.layer].append(log_scores.transpose(1, 2).cpu())
             return out, scores
 
         reader.rule = collect
@@ -247,6 +238,18 @@ def _targets(
             model.get_decoder()(input_ids=tokens, use_cache=False)
             step(done)
     return hidden, target
+
+
+def _output_projection(layer: nn.Module) -> Tensor:
+    """Return the output projection W_O [C, Hq Dv] of an attention layer. Raises ``UserError`` without any."""
+    weight = getattr(getattr(layer, "o_proj", None), "weight", None)
+    if not isinstance(weight, Tensor):
+        raise errors.UserError(
+            "kvzap needs attention layers with a linear layer 'o_proj', which this model does not "
+            "have\n"
+            "leave kvzap out of --methods"
+        )
+    return weight
 
 
 def _fit(
@@ -265,7 +268,8 @@ def _fit(
     # Fit by AdamW with cosine decay
     network = predictor(x.shape[1], y.shape[1]).to(device)
     optimizer = torch.optim.AdamW(network.parameters(), lr=_LEARNING_RATE)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, _EPOCHS * -(-len(x) // _BATCH))
+    num_steps = _EPOCHS * -(-len(x) // _BATCH)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, num_steps)
     normalized = (y - mean) / deviation
     for _ in range(_EPOCHS):
         for batch in torch.split(torch.randperm(len(x)), _BATCH):
@@ -282,8 +286,6 @@ def _fit(
         held_out = target[is_held_out].flatten(0, 1)
         predicted = network(hidden[is_held_out].flatten(0, 1).to(device).float()).cpu()
     network.requires_grad_(False)
-    return (
-        network,
-        float((predicted - held_out).square().sum()),
-        float((held_out - held_out.mean(0)).square().sum()),
-    )
+    squared_error = (predicted - held_out).square().sum()
+    squared_deviation = (held_out - held_out.mean(0)).square().sum()
+    return network, float(squared_error), float(squared_deviation)

@@ -63,15 +63,17 @@ class Protocol:
             raise UserError(f"--protocol must be {' or '.join(PROTOCOLS)}; found '{self.kind}'")
         if self.window + self.sinks >= length:
             raise UserError(
-                f"texts of {length} tokens have no keys to prune beyond a window of {self.window} keys and "
-                f"{self.sinks} sinks\ngive a smaller --window, or a larger --context"
+                f"texts of {length} tokens have no keys to prune beyond a window of {self.window} "
+                f"keys and {self.sinks} sinks\n"
+                "give a smaller --window, or a larger --context"
             )
 
     def chunks(self, length: int) -> Iterator[Chunk]:
         """Yield the chunks of a block in order."""
         for start in range(0, length, self.chunk):
             stop = min(start + self.chunk, length)
-            yield Chunk(start, stop, max(0, (stop if self.kind == EXACT else start) - self.window))
+            last_seen = stop if self.kind == EXACT else start
+            yield Chunk(start, stop, edge=max(0, last_seen - self.window))
 
     def near(self, chunk: Chunk, device: torch.device) -> Tensor:
         """Return bool [c, stop], true where a key is in the window of a query."""
@@ -85,10 +87,14 @@ class Protocol:
 
         ``until`` is int64 [..., T]; None: the ``length`` T, which counts all queries.
         """
-        first = torch.arange(length, device=None if until is None else until.device) + self.window
+        device = None if until is None else until.device
+        # First query that does not see a key; a chunk that begins at b does not see keys before b - w
+        first = torch.arange(length, device=device) + self.window
         if self.kind != EXACT:
-            first = first // self.chunk * self.chunk + self.chunk  # chunk b has key < b - w
-        return ((length if until is None else until) - first).clamp(min=0)
+            first = (first // self.chunk + 1) * self.chunk
+        if until is None:
+            return (length - first).clamp(min=0)
+        return (until - first).clamp(min=0)
 
 
 class Read(NamedTuple):
@@ -115,11 +121,16 @@ class Read(NamedTuple):
 
     def documents(self, starts: Tensor) -> Iterator["Read"]:
         """Yield the documents of each row alone; ``starts`` int [B, T] is where that of each token starts."""
-        for row, part in documents(starts == torch.arange(starts.shape[1], device=starts.device)):
-            q, k, v = (x[row : row + 1, ..., part, :] for x in (self.q, self.k, self.v))
-            hidden = self.hidden[row : row + 1, part]
+        position = torch.arange(starts.shape[1], device=starts.device)
+        for row, part in documents(starts == position):
+            rows = slice(row, row + 1)
             yield self._replace(
-                block=self.block + row, start=part.start, hidden=hidden, q=q, k=k, v=v
+                block=self.block + row,
+                start=part.start,
+                hidden=self.hidden[rows, part],
+                q=self.q[rows, ..., part, :],
+                k=self.k[rows, ..., part, :],
+                v=self.v[rows, ..., part, :],
             )
 
 
@@ -127,7 +138,8 @@ def documents(is_first: Tensor) -> Iterator[tuple[int, slice]]:
     """Yield (row, tokens) of each document in packed rows, where ``is_first`` bool [B, T] marks its first token."""
     for row, first in enumerate(is_first.cpu()):
         edges = [*first.nonzero().flatten().tolist(), len(first)]
-        yield from ((row, slice(*part)) for part in pairwise(edges))
+        for start, stop in pairwise(edges):
+            yield row, slice(start, stop)
 
 
 # int64 [B, Hkv, T], the first query that does not see a key which is outside its window: 0 for keys that are never
@@ -150,7 +162,9 @@ def chunked_attention(
     after it. The result is computed in float32, or float64, and has the dtype of the values.
     """
     dtype = torch.promote_types(read.v.dtype, torch.float32)
-    queries, keys, values = (x.to(dtype) for x in (read.q, read.k, read.v))
+    queries = read.q.to(dtype)
+    keys = read.k.to(dtype)
+    values = read.v.to(dtype)
     out = torch.empty_like(queries)
     length = queries.shape[3]
     until = torch.full(read.keys_shape, length, device=queries.device)
@@ -161,7 +175,8 @@ def chunked_attention(
         if edge:
             kept = keep(chunk) if read.decided is None else read.decided[..., :edge] > start
             until[..., :edge] = torch.where(kept, length, until[..., :edge].clamp(max=start))
-            visible = torch.cat([visible[..., :edge] | kept[..., None, :], visible[..., edge:]], -1)
+            outside = visible[..., :edge] | kept[..., None, :]
+            visible = torch.cat([outside, visible[..., edge:]], -1)
         # Attend: weights [B, Hkv, G, c, stop]
         scores = queries[..., start:stop, :] @ keys[..., :stop, :].mT * read.scale
         weights = scores.masked_fill_(~visible.unsqueeze(2), -torch.inf).softmax(-1)
@@ -181,9 +196,8 @@ class LayerReader(Observer):
     reading: "Reading"
     index: int
     state: LayerState
-    decided: list[Until] = field(
-        default_factory=list
-    )  # in the current pass, by document; empty before the attention
+    # In the current pass, by document; empty before the attention
+    decided: list[Until] = field(default_factory=list)
     _hidden: Tensor = field(default_factory=lambda: torch.empty(0), init=False)
 
     def see_hidden(self, _layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
@@ -209,8 +223,16 @@ class LayerReader(Observer):
         if self.reading.rule is None:
             return None
         # Group the heads by KV head, and read each document alone
-        q, k, v = (x.view(len(x), self.state.num_kv_heads, -1, *x.shape[2:]) for x in (q, k, v))
-        read = Read(self.index, self.reading.block, 0, self._hidden, q, k, v, scale)
+        read = Read(
+            layer=self.index,
+            block=self.reading.block,
+            start=0,
+            hidden=self._hidden,
+            q=self._by_kv_head(q),
+            k=self._by_kv_head(k),
+            v=self._by_kv_head(v),
+            scale=scale,
+        )
         outputs = []
         decided = list(self.decided)
         for number, part in enumerate([read] if starts is None else read.documents(starts)):
@@ -218,18 +240,24 @@ class LayerReader(Observer):
             native = self.state.checkpoint_window
             if length > native:
                 raise UserError(
-                    f"texts of {length} tokens are longer than the model's own sliding window of {native} keys, which "
-                    "these rules do not apply\ngive a smaller --context"
+                    f"texts of {length} tokens are longer than the model's own sliding window of "
+                    f"{native} keys, which these rules do not apply\n"
+                    "give a smaller --context"
                 )
-            out, until = self.reading.rule(
-                part._replace(decided=decided[number].to(k.device) if decided else None)
-            )
+            if decided:
+                part = part._replace(decided=decided[number].to(k.device))
+            out, until = self.reading.rule(part)
             outputs.append(out)
             if not decided:
                 self.decided.append(until)
         if starts is None:
             return outputs[0].flatten(1, 2)
-        return torch.cat(outputs, 3).view(-1, *starts.shape, v.shape[-1]).transpose(0, 1)
+        packed = torch.cat(outputs, 3)
+        return packed.view(-1, *starts.shape, packed.shape[-1]).transpose(0, 1)
+
+    def _by_kv_head(self, heads: Tensor) -> Tensor:
+        """Group heads [B, H, T, D] by KV head: [B, Hkv, n, T, D]."""
+        return heads.view(len(heads), self.state.num_kv_heads, -1, *heads.shape[2:])
 
 
 @dataclass
@@ -244,10 +272,12 @@ class Reading:
     def num_pairs(self, protocol: Protocol) -> Tensor:
         """Return int64 [2] of the last pass: the pairs of a query and a key outside its window, kept and in all."""
         pairs = torch.zeros(2, dtype=torch.int64)
-        for until in (until for reader in self.readers for until in reader.decided):
-            length = until.shape[-1]
-            pairs[0] += protocol.num_outside(length, until).sum().cpu()
-            pairs[1] += protocol.num_outside(length).sum() * until.shape[:2].numel()
+        for reader in self.readers:
+            for until in reader.decided:
+                length = until.shape[-1]
+                num_heads = until.shape[:2].numel()
+                pairs[0] += protocol.num_outside(length, until).sum().cpu()
+                pairs[1] += protocol.num_outside(length).sum() * num_heads
         return pairs
 
 
@@ -255,20 +285,15 @@ class Reading:
 def reading(model: PreTrainedModel) -> Iterator[Reading]:
     """Make the model read by the rule set on the yielded object; ``UserError`` if it cannot be hooked."""
     with windows.full_attention(model), ExitStack() as hooks:
-        reading = Reading(
-            [
-                layer
-                for layer in attention_layers(model).values()
-                if not layer_state(layer).is_always_local
-            ]
-        )
+        layers = attention_layers(model).values()
+        reading = Reading([layer for layer in layers if not layer_state(layer).is_always_local])
         for index, layer in enumerate(reading.layers):
             state = layer_state(layer)
-            state.observer = reader = LayerReader(reading, index, state)
+            reader = LayerReader(reading, index, state)
+            state.observer = reader
             reading.readers.append(reader)
-            hooks.callback(
-                layer.register_forward_pre_hook(reader.see_hidden, with_kwargs=True).remove
-            )
+            hook = layer.register_forward_pre_hook(reader.see_hidden, with_kwargs=True)
+            hooks.callback(hook.remove)
         yield reading
 
 
@@ -298,8 +323,9 @@ def pruned_nll(
             return losses, reader.num_pairs(protocol)
 
         def add(start: int, result: tuple[Tensor, Tensor]) -> None:
-            sums.add(start, result[0])
-            num_pairs.add_(result[1])
+            losses, pairs = result
+            sums.add(start, losses)
+            num_pairs.add_(pairs)
 
         run_own_batches(run, add, blocks, batch_size, input_device(model), progress)
     return sums.result(), float(num_pairs[0] / num_pairs[1])
@@ -311,9 +337,15 @@ def keeping(read: Read, protocol: Protocol, keep: Tensor) -> tuple[Tensor, Until
     keep[..., : protocol.sinks] = True
     if protocol.kind != EXACT:
         return chunked_attention(read, protocol, lambda chunk: keep[..., : chunk.edge])
-    q, k, v = (x.to(read.v.dtype).flatten(1, 2) for x in (read.q, read.k, read.v))
-    by_head = keep.repeat_interleave(read.k.shape[2], 1)
-    out = attention(q, k, v, window=protocol.window, keep=by_head, scale=read.scale)
+    dtype = read.v.dtype
+    out = attention(
+        read.q.to(dtype).flatten(1, 2),
+        read.k.to(dtype).flatten(1, 2),
+        read.v.flatten(1, 2),
+        window=protocol.window,
+        keep=keep.repeat_interleave(read.k.shape[2], 1),
+        scale=read.scale,
+    )
     return out.view_as(read.q), keep * keep.shape[-1]
 
 
@@ -334,15 +366,13 @@ def ranking(
     def keep(chunk: Chunk) -> Tensor:
         # Keep the sinks and the keys of highest score among those not evicted yet
         still_held = held[..., : chunk.edge]
-        ranked = scores(chunk, held[..., : chunk.start])[..., : chunk.edge].masked_fill(
-            ~still_held, -torch.inf
-        )
+        chunk_scores = scores(chunk, held[..., : chunk.start])
+        ranked = chunk_scores[..., : chunk.edge].masked_fill(~still_held, -torch.inf)
         ranked[..., : protocol.sinks] = torch.inf
         num_kept = max(round(density * chunk.edge), min(protocol.sinks, chunk.edge))
+        best = ranked.topk(num_kept, -1).indices
         # ``still_held`` is a view of ``held``, so evicted keys stay evicted
-        still_held &= torch.zeros_like(still_held).scatter_(
-            -1, ranked.topk(num_kept, -1).indices, True
-        )
+        still_held &= torch.zeros_like(still_held).scatter_(-1, best, True)
         return still_held
 
     return chunked_attention(read, protocol, keep, see)
@@ -350,9 +380,12 @@ def ranking(
 
 def streaming(protocol: Protocol) -> Rule:
     """Return the rule of StreamingLLM (Xiao et al., arXiv 2309.17453): keep only sinks and the window."""
-    return lambda read: keeping(
-        read, protocol, torch.zeros(read.keys_shape, dtype=torch.bool, device=read.k.device)
-    )
+
+    def rule(read: Read) -> tuple[Tensor, Until]:
+        nothing = torch.zeros(read.keys_shape, dtype=torch.bool, device=read.k.device)
+        return keeping(read, protocol, nothing)
+
+    return rule
 
 
 def random_keys(protocol: Protocol, density: float, *, seed: int) -> Rule:
@@ -366,12 +399,12 @@ def random_keys(protocol: Protocol, density: float, *, seed: int) -> Rule:
         # Share of the other keys to keep for a density that includes the sinks
         outside = protocol.num_outside(length).double()
         num_others = float(outside[protocol.sinks :].sum())
-        probability = 1.0 - min(1.0, (1.0 - density) * float(outside.sum()) / max(num_others, 1.0))
-        draws = [
-            np.random.default_rng([seed, read.layer, read.block + row, read.start])
-            for row in range(batch)
-        ]
-        uniform = np.stack([draw.random((num_heads, length)) for draw in draws])
+        num_evicted = (1.0 - density) * float(outside.sum())
+        probability = 1.0 - min(1.0, num_evicted / max(num_others, 1.0))
+        uniform = np.empty((batch, num_heads, length))
+        for row in range(batch):
+            rng = np.random.default_rng([seed, read.layer, read.block + row, read.start])
+            uniform[row] = rng.random((num_heads, length))
         return keeping(read, protocol, torch.from_numpy(uniform < probability).to(read.k.device))
 
     return rule
@@ -394,9 +427,8 @@ def heavy_hitters(protocol: Protocol, density: float) -> Rule:
             sums[..., : chunk.stop] += weights.sum(3).mean(2)
 
         def scores(chunk: Chunk, _held: Tensor) -> Tensor:
-            num_queries = torch.arange(
-                chunk.start, 0, -1, device=sums.device
-            )  # queries so far that see each key
+            # Queries so far that see each key
+            num_queries = torch.arange(chunk.start, 0, -1, device=sums.device)
             return sums[..., : chunk.start] / num_queries
 
         return ranking(read, protocol, density, scores, see)

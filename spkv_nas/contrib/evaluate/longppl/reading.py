@@ -70,7 +70,8 @@ class Criterion:
         short = short or max(1, min(SHORT_CONTEXT, length // _PART))
         if short >= length:
             raise errors.UserError(
-                f"the short context ({short} tokens) must be shorter than a text ({length} tokens)\n"
+                f"the short context ({short} tokens) must be shorter than a text ({length} "
+                "tokens)\n"
                 "use a smaller --short-context or a larger --context"
             )
         return cls(short, max(1, short // _PART), LONGPPL_ALPHA, LONGPPL_BETA)
@@ -103,7 +104,8 @@ def stretches(
     within a character, whose tokens may be several. The last text ends after ``most`` tokens of all texts, if given.
     """
     texts: list[LongText] = []
-    num_seen, length = 0, length - len(special_tokens.tokens_before(tokenizer))
+    num_seen = 0
+    length -= len(special_tokens.tokens_before(tokenizer))
     for number, document in enumerate(documents):
         start = 0
         ends = _ends(tokenizer, document.text)
@@ -115,9 +117,8 @@ def stretches(
             # Cut off the longest text that fits
             end, num_tokens = _longest(tokenizer, document.text, ends, start, limit)
             if num_tokens > short:
-                texts.append(
-                    LongText(number, document.domain, document.label, document.text[start:end])
-                )
+                text = document.text[start:end]
+                texts.append(LongText(number, document.domain, document.label, text))
                 num_seen += num_tokens
             start = end
     return texts
@@ -128,10 +129,14 @@ def _ends(tokenizer: PreTrainedTokenizerBase, text: str) -> Int:
 
     [2, N]: index of the character after each end, the last after the text, and the tokens before it.
     """
-    starts, stops = np.array(_encoded(tokenizer, text)[1], dtype=np.int64).reshape(-1, 2).T
+    _, offsets = _encoded(tokenizer, text)
+    starts, stops = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
     stops = np.maximum.accumulate(stops)
+    # Tokens after which one of another character begins
     last = np.flatnonzero(starts[1:] >= stops[:-1])
-    return np.array([[*stops[last], len(text)], [*last + 1, len(stops)]])
+    positions = [*stops[last], len(text)]
+    num_tokens = [*(last + 1), len(stops)]
+    return np.array([positions, num_tokens])
 
 
 def _longest(
@@ -164,9 +169,11 @@ def key_spans(
     is_key = key_mask(evaluator, ids, criterion, special_tokens.tokens_before(tokenizer))
     # Merge adjacent tokens, and those of the same character
     spans: Spans = []
-    for start, end in (offsets[index] for index in np.flatnonzero(is_key)):
-        if spans and spans[-1][1] >= start:
-            spans[-1] = spans[-1][0], max(spans[-1][1], end)
+    for index in np.flatnonzero(is_key):
+        start, end = offsets[index]
+        last_start, last_end = spans[-1] if spans else (-1, -1)
+        if last_end >= start:
+            spans[-1] = (last_start, max(last_end, end))
         else:
             spans.append((start, end))
     return spans
@@ -178,11 +185,13 @@ def key_mask(
 ) -> Mask:
     """Return which tokens of ``ids`` [T] are key tokens, bool [T], where every sequence begins with ``opening``."""
     is_key = np.zeros(len(ids), dtype=np.bool_)
-    if len(ids) > criterion.short:
-        # Compare the NLL in the whole text with that in the short context
-        whole = sequence_nll(evaluator, ids[None], opening)[0, criterion.short - 1 :]
-        short = _short_losses(evaluator, ids, criterion, opening)
-        is_key[criterion.short :] = (short - whole > criterion.alpha) & (whole < -criterion.beta)
+    if len(ids) <= criterion.short:
+        return is_key
+    # Compare the NLL in the whole text with that in the short context
+    whole = sequence_nll(evaluator, ids[None], opening)[0, criterion.short - 1 :]
+    short = _short_losses(evaluator, ids, criterion, opening)
+    gains = short - whole
+    is_key[criterion.short :] = (gains > criterion.alpha) & (whole < -criterion.beta)
     return is_key
 
 
@@ -199,9 +208,8 @@ def _short_losses(
 
     # Read the windows of full size in batches that fit in memory, and the last ones singly
     def run(part: range) -> list[Float]:
-        return list(
-            sequence_nll(evaluator, np.stack(full_windows[part.start : part.stop]), opening)
-        )
+        batch = np.stack(full_windows[part.start : part.stop])
+        return list(sequence_nll(evaluator, batch, opening))
 
     parts = memory.AdaptiveBatchSize(_TOGETHER // size).run_all(run, range(len(full_windows)))
     parts += [sequence_nll(evaluator, window[None], opening)[0] for window in last_windows]
@@ -222,20 +230,26 @@ def read(
         head_densities = watch.stop(alone=True)
     # Select the key tokens
     key = key_tokens(offsets, spans)
-    density = (
-        density_tracker.layout_density(model)
-        if head_densities is None
-        else float(np.nanmean(head_densities))
+    kept = None if head_densities is None else float(np.nanmean(head_densities))
+    return Reading(
+        total=float(losses.sum()),
+        num_tokens=len(losses),
+        key_total=float(losses[key].sum()),
+        num_keys=len(key),
+        density=density_tracker.layout_density(model) if kept is None else kept,
     )
-    return Reading(float(losses.sum()), len(losses), float(losses[key].sum()), len(key), density)
 
 
 def key_tokens(offsets: Sequence[tuple[int, int]], spans: Spans) -> list[int]:
     """Return the indices of predicted tokens inside a span, counted from the second token, the first predicted one."""
-    starts, ends = np.array([(-1, -1), *spans]).T  # a token before all spans is inside none
+    # A token before all spans is inside none
+    starts, ends = np.array([(-1, -1), *spans]).T
     token_starts, token_ends = np.array(offsets[1:], dtype=np.int64).reshape(-1, 2).T
-    last_ends = ends[np.searchsorted(starts, token_starts, "right") - 1]
-    return [int(index) for index in np.flatnonzero(token_ends <= last_ends)]
+    # Look up the last span that begins at each token or before
+    last_span = np.searchsorted(starts, token_starts, "right") - 1
+    is_inside = token_ends <= ends[last_span]
+    indices: list[int] = np.flatnonzero(is_inside).tolist()
+    return indices
 
 
 def _encoded(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[Int, list[tuple[int, int]]]:
@@ -244,29 +258,28 @@ def _encoded(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[Int, list[t
         encoding = special_tokens.encode_text(text, tokenizer, return_offsets_mapping=True)
     except NotImplementedError as error:
         raise errors.UserError(
-            f"LongPPL needs the position of each token in the text, which {type(tokenizer).__name__} does not provide\n"
+            "LongPPL needs the position of each token in the text, which "
+            f"{type(tokenizer).__name__} does not provide\n"
             "use a model with a fast tokenizer"
         ) from error
-    return np.array(encoding["input_ids"], dtype=np.int64), [
-        tuple(pair) for pair in encoding["offset_mapping"]
-    ]
+    ids = np.array(encoding["input_ids"], dtype=np.int64)
+    offsets = [(start, end) for start, end in encoding["offset_mapping"]]
+    return ids, offsets
 
 
 @torch.inference_mode()
 def sequence_nll(model: PreTrainedModel, ids: Int, opening: tuple[int, ...]) -> Float:
     """Compute the finite NLL [B, T - 1] of every token of ``ids`` [B, T] but the first, after ``opening``."""
-    begun = np.concatenate([np.tile(np.array(opening, np.int64), (len(ids), 1)), ids], axis=1)
-    model_shape.check_length(model, begun.shape[1], "give a smaller --context", warns=False)
-    losses = (
-        loss.token_nll(model, torch.from_numpy(begun).to(input_device(model)))
-        .cpu()
-        .double()
-        .numpy()[:, len(opening) :]
-    )
+    openings = np.tile(np.array(opening, np.int64), (len(ids), 1))
+    sequences = np.concatenate([openings, ids], axis=1)
+    model_shape.check_length(model, sequences.shape[1], "give a smaller --context", warns=False)
+    nll = loss.token_nll(model, torch.from_numpy(sequences).to(input_device(model)))
+    losses = nll.cpu().double().numpy()[:, len(opening) :]
     if not np.isfinite(losses).all():
         raise errors.UserError(
             "the NLL of a token is not a finite number\n"
-            "the model's weights are damaged, or its activations overflow in its dtype: give --dtype float32"
+            "the model's weights are damaged, or its activations overflow in its dtype: give "
+            "--dtype float32"
         )
     return np.asarray(losses)
 
@@ -292,19 +305,15 @@ class KeyTokenRounds(criterion.Rounds):
                 "use longer text, a larger --context, or a smaller short-context"
             )
         self._documents = [parts[document] for document in sorted(parts)]
-        self.num_samples = len(
-            self._documents
-        )  # including those that turn out to have no key tokens
+        # Including those that turn out to have no key tokens
+        self.num_samples = len(self._documents)
 
     def prepare(self, index: int, dense: PreTrainedModel) -> dict[str, NDArray[Any]]:
         """Select the key tokens of a round with the dense model."""
-        documents = self._documents[self.part(index)]
+        masks = []
         with modes.evaluation_mode(dense):
-            masks = [
-                key_mask(dense, ids, self._key, self._opening)
-                for parts in documents
-                for ids in parts
-            ]
+            for parts in self._documents[self.part(index)]:
+                masks += [key_mask(dense, ids, self._key, self._opening) for ids in parts]
         return {"is_key": np.concatenate(masks).astype(np.int64)}
 
     def measure(
@@ -317,14 +326,14 @@ class KeyTokenRounds(criterion.Rounds):
         sums = []
         with modes.evaluation_mode(model):
             for parts in documents:
-                keyed = [
-                    (ids, mask[1:]) for ids in parts if (mask := next(masks)).any()
-                ]  # a first token is none
-                nll = [
-                    float(sequence_nll(model, ids[None], self._opening)[0][mask].sum())
-                    for ids, mask in keyed
-                ]
-                sums.append(sum(nll) if nll else criterion.NO_SCORE)
+                part_sums = []
+                for ids in parts:
+                    # A first token is not predicted, and none of the key tokens
+                    mask = next(masks)[1:]
+                    if mask.any():
+                        losses = sequence_nll(model, ids[None], self._opening)[0]
+                        part_sums.append(float(losses[mask].sum()))
+                sums.append(sum(part_sums) if part_sums else criterion.NO_SCORE)
         return np.array(sums, dtype=np.float64)
 
 
@@ -336,11 +345,7 @@ def _parts(blocks: TokenBlocks) -> Iterator[tuple[int, Int]]:
         blocks.tokens[:, first:], blocks.document[:, first:], begins, strict=True
     ):
         starts = np.flatnonzero(np.diff(document)) + 1
-        parts = zip(
-            *(np.split(array, starts) for array in (tokens, document, is_begun)), strict=True
-        )
-        for ids, owner, is_begun_part in parts:
-            end = (
-                int(np.flatnonzero(~is_begun_part).max(initial=-1)) + 1
-            )  # of the text with what ends it
-            yield int(owner[0]), ids[:end].astype(np.int64)
+        for part in np.split(np.arange(len(tokens)), starts):
+            # The part ends with what ends its text
+            end = int(np.flatnonzero(~is_begun[part]).max(initial=-1)) + 1
+            yield int(document[part[0]]), tokens[part][:end].astype(np.int64)

@@ -54,17 +54,7 @@ def run(options: LongPPLOptions, reporter: Reporter = SILENT) -> commands.Result
     subject.check_pair(options.model, options.against)
     # Find the key tokens in texts of at most the length that every model was made for
     evaluator = options.evaluator or options.against or options.model
-    sources = [
-        (options.model, options.tau),
-        *([(options.against, None)] if options.against else []),
-    ]
-    length = options.block_size
-    if length is None:
-        positions = (
-            read_size(source).positions
-            for source in [evaluator, *(source for source, _ in sources)]
-        )
-        length = min([MAX_LENGTH, *(number for number in positions if number is not None)])
+    length = options.block_size or _longest_text(evaluator, options.model, options.against)
     criterion = Criterion.of(length, options.short_context)
     texts, spans, evaluator_record = _keys(
         options, evaluator, length, criterion, sample_folder, reporter
@@ -78,23 +68,28 @@ def run(options: LongPPLOptions, reporter: Reporter = SILENT) -> commands.Result
         origin = checkpoint.origin
         micro_batch.check_positions(model, length, "--context")
         identity = checkpoint.identity(f"{origin['tau']} {_depends_on(tokenizer, texts, spans)}")
+
+        def read_text(number: int, text: str) -> dict[str, Any]:
+            return asdict(read(model, tokenizer, text, spans[number]))
+
         # Read every text, with hard gates
         title = f"scoring with {sized_model.model_name(source)}"
         with modes.evaluation_mode(model), checkpoint.hard(), reporter.bar(title) as bar:
-            read_text = partial(read, model, tokenizer)
-            compute = partial(
-                _by_text, texts, lambda number, text: asdict(read_text(text, spans[number])), bar
-            )
+            compute = partial(_by_text, texts, read_text, bar)
             lines = samples.kept_samples(sample_folder, "nll", identity, compute)
         return pd.DataFrame(lines), origin
 
     # Score them by each checkpoint
-    results = [score(*source) for source in sources]
-    rows, withheld = longppl_table(texts, *(readings for readings, _ in results))
+    readings, origin = score(options.model, options.tau)
+    against_readings = None
+    against_origin = None
+    if options.against:
+        against_readings, against_origin = score(options.against, None)
+    rows, withheld = longppl_table(texts, readings, against_readings)
     # Write the table with its origin
     record = {
-        **results[0][1],
-        "against": results[1][1] if options.against else None,
+        **origin,
+        "against": against_origin,
         "evaluator": evaluator_record,
         **asdict(criterion),
         "block_size": length,
@@ -103,6 +98,12 @@ def run(options: LongPPLOptions, reporter: Reporter = SILENT) -> commands.Result
     }
     distributed.on_main(lambda: LONGPPL.write(folder, rows, record, reporter))
     return commands.Result(LongPPLResult(name, rows, folder, sample_folder, withheld), show)
+
+
+def _longest_text(*sources: str | None) -> int:
+    """Return the length that every checkpoint was made for, at most ``MAX_LENGTH``."""
+    positions = [read_size(source).positions for source in sources if source is not None]
+    return min([MAX_LENGTH, *(number for number in positions if number is not None)])
 
 
 def _keys(
@@ -128,19 +129,12 @@ def _keys(
         return {"spans": spans, "keys": [text[start:end] for start, end in spans]}
 
     # Find the key tokens, with open gates
-    open_gates = (
-        nullcontext()
-        if config_section.gate_config(model) is None
-        else modes.gate_mode(model, "open")
-    )
-    with (
-        modes.evaluation_mode(model),
-        open_gates,
-        reporter.bar("finding key tokens", "texts") as progress,
-    ):
-        lines = samples.kept_samples(
-            sample_folder, "keys", identity, partial(_by_text, texts, find, progress)
-        )
+    has_gates = config_section.gate_config(model) is not None
+    open_gates = modes.gate_mode(model, "open") if has_gates else nullcontext()
+    title = "finding key tokens"
+    with modes.evaluation_mode(model), open_gates, reporter.bar(title, "texts") as bar:
+        compute = partial(_by_text, texts, find, bar)
+        lines = samples.kept_samples(sample_folder, "keys", identity, compute)
     spans = [[(start, end) for start, end in row["spans"]] for row in lines]
     return texts, spans, {**evaluator.origin, "tau": None}
 
@@ -151,7 +145,11 @@ def _by_text(
     """Return a record per text, of what ``compute`` returns for its number and content; must be called on all ranks."""
 
     def run(part: range) -> list[dict[str, Any]]:
-        return [{"text": i, "name": texts[i].name, **compute(i, texts[i].text)} for i in part]
+        lines = []
+        for number in part:
+            text = texts[number]
+            lines.append({"text": number, "name": text.name, **compute(number, text.text)})
+        return lines
 
     return continuations.in_batches(run, len(texts), 1, progress)
 
@@ -187,37 +185,32 @@ def _documents(options: LongPPLOptions, length: int) -> Iterator[Document]:
 
 def _depends_on(tokenizer: PreTrainedTokenizerBase, *values: object) -> str:
     """Return what identifies values by their ``repr``, and how sequences begin unless with the text."""
-    hashes = " ".join(
-        sha256(repr(value).encode("utf-8", "surrogatepass")).hexdigest()[:16] for value in values
-    )
+    texts = [repr(value).encode("utf-8", "surrogatepass") for value in values]
+    hashes = " ".join(sha256(text).hexdigest()[:16] for text in texts)
     opening = special_tokens.tokens_before(tokenizer)
     return f"{hashes} opening {opening}" if opening else hashes
 
 
 def show(result: LongPPLResult) -> None:
     """Print LongPPL by domain, with the other checkpoint if there is one."""
-    against = result.rows["against_ppl"].notna().any()
-    pair_columns = ["against", "density %", "difference %"] if against else []
-    title = console.escape(result.name)
-    grid = console.Table(
-        "text", "key tokens", "LongPPL", "PPL", "density %", *pair_columns, title=title
-    )
+    has_baseline = result.rows["against_ppl"].notna().any()
+    columns = ["text", "key tokens", "LongPPL", "PPL", "density %"]
+    if has_baseline:
+        columns += ["against", "density %", "difference %"]
+    grid = console.Table(*columns, title=console.escape(result.name))
     for row in result.rows.itertuples():
-        keys = f"{row.num_keys:,} of {row.num_tokens:,}"
-        longppl = samples.with_error(row.longppl, row.standard_error)
         cells = [
             console.escape(row.domain),
-            keys,
-            longppl,
+            f"{row.num_keys:,} of {row.num_tokens:,}",
+            samples.with_error(row.longppl, row.standard_error),
             f"{row.ppl:.3f}",
             samples.percent(row.density),
         ]
-        if against:
-            difference = printing.change(row.difference_percent, row.difference_standard_error)
+        if has_baseline:
             cells += [
                 samples.with_error(row.against),
                 samples.percent(row.against_density),
-                difference,
+                printing.change(row.difference_percent, row.difference_standard_error),
             ]
         grid.add_row(*cells)
     console.out.print(grid)
@@ -244,18 +237,14 @@ def longppl_table(
     withheld = {}
     for domain in [ALL, *(domains if len(domains) > 1 else [])]:
         chosen = (domain_of == domain) | (domain == ALL)
-        rows.append(
-            (
-                domain,
-                *_cells(
-                    document[chosen], readings[chosen], None if against is None else against[chosen]
-                ),
-            )
-        )
+        others = None if against is None else against[chosen]
+        rows.append((domain, *_cells(document[chosen], readings[chosen], others)))
         # Withhold numbers from too few key tokens
-        if (num_keys := readings["num_keys"][chosen].sum()) < MIN_KEYS:
+        num_keys = readings["num_keys"][chosen].sum()
+        if num_keys < MIN_KEYS:
             withheld[domain] = (
-                f"LongPPL is not reported: found {num_keys} key tokens, but at least {MIN_KEYS} are needed"
+                f"LongPPL is not reported: found {num_keys} key tokens, but at least {MIN_KEYS} "
+                "are needed"
             )
     return pd.DataFrame(rows, columns=LONGPPL.header), withheld
 
@@ -273,21 +262,26 @@ def _cells(
         if num_keys < MIN_KEYS:
             return math.nan, math.nan
         mean = float(totals.sum() / num_keys)
-        squares = ((totals.groupby(documents).sum() - mean * keys_by_document)[has_keys] ** 2).sum()
+        residuals = totals.groupby(documents).sum() - mean * keys_by_document
+        squares = (residuals[has_keys] ** 2).sum()
         return mean, float(statistics.clustered_error(squares, int(has_keys.sum()), num_keys))
 
     def ppl_and_density(part: pd.DataFrame) -> tuple[float, float]:
         """Return the perplexity of all tokens, and the density."""
-        numbers = part["num_tokens"]
-        density = (part["density"] * numbers).sum(skipna=False) / numbers.sum()
-        return math.exp(part["total"].sum() / numbers.sum()), float(density)
+        num_tokens = part["num_tokens"]
+        density = (part["density"] * num_tokens).sum(skipna=False) / num_tokens.sum()
+        ppl = math.exp(part["total"].sum() / num_tokens.sum())
+        return ppl, float(density)
 
     mean, error = key_mean(readings["key_total"])
     counts = (len(keys_by_document), int(readings["num_tokens"].sum()), num_keys)
     cells = (*counts, math.exp(mean), math.exp(mean) * error, *ppl_and_density(readings))
     if against is None:
-        return *cells, *(math.nan,) * 5
+        nothing = (math.nan,) * 5
+        return *cells, *nothing
     # Add the other checkpoint and the difference
     log_ratio, error = key_mean(readings["key_total"] - against["key_total"])
-    ratio, (against_mean, _) = 100.0 * math.exp(log_ratio), key_mean(against["key_total"])
-    return *cells, math.exp(against_mean), *ppl_and_density(against), ratio - 100.0, ratio * error
+    percent = 100.0 * math.exp(log_ratio)
+    against_mean, _ = key_mean(against["key_total"])
+    difference = (percent - 100.0, percent * error)
+    return *cells, math.exp(against_mean), *ppl_and_density(against), *difference

@@ -11,9 +11,8 @@ from spkv_nas.contrib.evaluate.ruler import options
 from spkv_nas.evaluation.verdict import criterion
 
 QUESTIONS = 2000  # default maximum number of questions
-_FIRST_SEED = (
-    1 << 41
-)  # other questions than those of ``evaluate ruler`` and of training, which may have chosen
+# Other questions than those of ``evaluate ruler`` and of training, which may have chosen
+_FIRST_SEED = 1 << 41
 
 MaxQuestions = Annotated[
     int, Flag("Maximum number of questions, over all tasks and lengths.", low=1, high=MAX_REPEATS)
@@ -41,8 +40,8 @@ class RulerQuestions(criterion.Criterion):
         """Check the lengths, the tasks and the material of RULER."""
         if self.lengths is None:
             raise UserError(
-                "--margin ruler=... needs lengths, comma-separated prompt lengths in tokens, such as "
-                "ruler=2:lengths=512,4k"
+                "--margin ruler=... needs lengths, comma-separated prompt lengths in tokens, such "
+                "as ruler=2:lengths=512,4k"
             )
         options.check_questions(self.lengths, self.tasks, self.haystack, self.qa)
 
@@ -55,9 +54,15 @@ class RulerQuestions(criterion.Criterion):
         questions = Questions.read(str(self.lengths), self.tasks, self.haystack, self.qa)
         check_positions(setting.dense, questions.lengths[-1], "lengths")
         make = questions.maker(_FIRST_SEED + setting.seed, setting.tokenizer)
-        identity = f"{VERSION} {_FIRST_SEED} {version('wonderwords')} {questions.material.identity}"
-        order = {"number": self.questions, "seed": setting.seed}
-        return QuestionRounds(questions.cells, make, setting.tokenizer, **order, identity=identity)
+        words = version("wonderwords")
+        return QuestionRounds(
+            questions.cells,
+            make,
+            setting.tokenizer,
+            number=self.questions,
+            seed=setting.seed,
+            identity=f"{VERSION} {_FIRST_SEED} {words} {questions.material.identity}",
+        )
 
 
 RULER = RulerQuestions()

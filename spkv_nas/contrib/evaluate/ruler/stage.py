@@ -235,7 +235,8 @@ def run(options: RulerOptions, reporter: Reporter = SILENT) -> commands.Result:
         number=number,
         folder=options.folders.run_dir(name) / "ruler",
         identity=(
-            f"{options.seed} {number} {VERSION} {version('wonderwords')} {questions.material.identity}"
+            f"{options.seed} {number} {VERSION} {version('wonderwords')} "
+            f"{questions.material.identity}"
         ),
     )
     # Local heads get the window of the shortest prompts
