@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import scipy  # submodules load lazily on use
 
 from spkv_nas.artifacts import grid, head_scores, proposal, result_tables
 from spkv_nas.base import console, errors, locks
+from spkv_nas.base.arrays import Float
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.contrib.compare.options import CompareOptions
 from spkv_nas.proposal.budget import parse_budget
@@ -37,16 +39,16 @@ def run(options: CompareOptions, reporter: Reporter = SILENT) -> Result:
     """
     # Read and split the probes
     tables: dict[str, head_scores.HeadScores] = {}
+    find = partial(find_table, options.folders)
     for probe in options.probes:
-        for label, table in parse_probe(
-            probe, lambda source: find_table(options.folders, source), options.split_by
-        ):
+        for label, table in parse_probe(probe, find, options.split_by):
             if label in tables and tables[label].content_hash == table.content_hash:
                 raise errors.UserError(f"probe '{label}' is given twice")
-            tables[label if label not in tables else probe] = table
+            tables[probe if label in tables else label] = table
     if len(tables) < 2:
         raise errors.UserError(
-            "compare needs at least two probes: give another, or split this one (--split-by domain or half)"
+            "compare needs at least two probes: give another, or split this one (--split-by "
+            "domain or half)"
         )
     # Compare the heads that they choose
     first = next(iter(tables.values()))
@@ -71,20 +73,31 @@ def show(result: AgreementResult) -> None:
     first = rows.iloc[0]
     labels = short_labels(rows)
     title = f"{first['budget']} highest-scoring heads (Jaccard by chance {first['chance']:.2f})"
-    pair = (console.Column(overflow="fold") for _ in range(2))
-    table = console.Table(*pair, "Jaccard", "Spearman", "transfer %", "mean |Δ|", title=title)
+    table = console.Table(
+        console.Column(overflow="fold"),
+        console.Column(overflow="fold"),
+        "Jaccard",
+        "Spearman",
+        "transfer %",
+        "mean |Δ|",
+        title=title,
+    )
     for row in rows.itertuples():
-        names = (console.escape(labels[label]) for label in (row.first, row.second))
-        correlation = "-" if math.isnan(row.spearman) else f"{row.spearman:.3f}"
-        shares = f"{100 * row.transfer:.1f}", f"{row.mean_difference:.3f}"
-        table.add_row(*names, f"{row.jaccard:.2f}", correlation, *shares)
+        table.add_row(
+            console.escape(labels[row.first]),
+            console.escape(labels[row.second]),
+            f"{row.jaccard:.2f}",
+            "-" if math.isnan(row.spearman) else f"{row.spearman:.3f}",
+            f"{100 * row.transfer:.1f}",
+            f"{row.mean_difference:.3f}",
+        )
     console.out.print(table)
     # Notes
     if rows["spearman"].isna().any():
         console.say("Spearman -: undefined, because all scores of one of the two probes are equal")
     console.out.print(
-        "transfer: coverage on one probe by the heads selected on the other, relative to its best; the lower of both "
-        "directions"
+        "transfer: coverage on one probe by the heads selected on the other, relative to its "
+        "best; the lower of both directions"
     )
     console.print_path("agreement", result.folder / "agreement.csv")
 
@@ -103,22 +116,34 @@ def parse_probe(
     if split_by is not None and split_by not in PARTS:
         raise errors.UserError(f"--split-by must be {' or '.join(PARTS)}; found '{split_by}'")
     # Load the table at its threshold
-    names_file = text.endswith((".csv", ".tsv"))
-    source, separator, tau = ("", "", "") if names_file else text.rpartition("@")
-    table = find(source if separator else text)
-    label = text if names_file else table.name
-    if separator:
-        try:
-            threshold = float(tau)
-        except ValueError as error:
-            raise errors.UserError(
-                f"'{text}': the threshold after the @ must be a number in [0, 1]"
-            ) from error
-        table, label = table.at_tau(threshold), f"{label}@{tau}"
+    source, separator, tau = text.rpartition("@")
+    if text.endswith((".csv", ".tsv")):
+        table = find(text)
+        label = text
+    elif separator:
+        table = find(source)
+        label = f"{table.name}@{tau}"
+        table = table.at_tau(_parse_threshold(text, tau))
+    else:
+        table = find(text)
+        label = table.name
+    if split_by is None:
+        yield label, table
+        return
     # Split it by domain or into halves
-    parts = {"domain": _domains, "half": _halves}
-    for part, values in parts[split_by](table) if split_by else [("", table)]:
-        yield f"{label}:{part}" if part else label, values
+    split = {"domain": _domains, "half": _halves}[split_by]
+    for part, values in split(table):
+        yield f"{label}:{part}", values
+
+
+def _parse_threshold(text: str, tau: str) -> float:
+    """Return the threshold of a probe ``text`` that ends with ``@tau``."""
+    try:
+        return float(tau)
+    except ValueError as error:
+        raise errors.UserError(
+            f"'{text}': the threshold after the @ must be a number in [0, 1]"
+        ) from error
 
 
 def agreement(tables: Mapping[str, head_scores.HeadScores], budget: int) -> pd.DataFrame:
@@ -134,13 +159,12 @@ def agreement(tables: Mapping[str, head_scores.HeadScores], budget: int) -> pd.D
     # Check that the tables are comparable
     (name, first), *remaining = tables.items()
     for label, table in remaining:
-        remedy = "compare probes of models with the same number of layers and KV heads"
         grid.check_grid(
             f"the probe '{label}'",
             table.heads_per_layer,
             f"'{name}'",
             first.heads_per_layer,
-            remedy,
+            "compare probes of models with the same number of layers and KV heads",
         )
     for label, table in tables.items():
         if table.mean == 0.0:
@@ -153,9 +177,11 @@ def agreement(tables: Mapping[str, head_scores.HeadScores], budget: int) -> pd.D
     for (label_a, table_a), (label_b, table_b) in combinations(tables.items(), 2):
         chosen_a = densest(table_a.values, budget)
         chosen_b = densest(table_b.values, budget)
-        a = table_a.density
-        b = table_b.density
-        varies = bool(np.ptp(a) > 0 and np.ptp(b) > 0)
+        density_a = table_a.density
+        density_b = table_b.density
+        # Coverage on one table by the heads chosen on the other, relative to its best
+        a_on_b = density_b[chosen_a].sum() / density_b[chosen_b].sum()
+        b_on_a = density_a[chosen_b].sum() / density_a[chosen_a].sum()
         rows.append(
             {
                 "first": label_a,
@@ -163,43 +189,45 @@ def agreement(tables: Mapping[str, head_scores.HeadScores], budget: int) -> pd.D
                 "budget": budget,
                 "jaccard": (chosen_a & chosen_b).sum() / (chosen_a | chosen_b).sum(),
                 "chance": share / (2 - share),
-                "spearman": float(scipy.stats.spearmanr(a.ravel(), b.ravel()).statistic)
-                if varies
-                else math.nan,
-                "transfer": min(
-                    b[chosen_a].sum() / b[chosen_b].sum(), a[chosen_b].sum() / a[chosen_a].sum()
-                ),
-                "mean_difference": np.abs(a - b).mean(),
+                "spearman": _spearman(density_a, density_b),
+                "transfer": min(a_on_b, b_on_a),
+                "mean_difference": np.abs(density_a - density_b).mean(),
             }
         )
     return pd.DataFrame(rows)
 
 
+def _spearman(first: Float, second: Float) -> float:
+    """Return the rank correlation of two densities; NaN where one does not vary."""
+    if not (np.ptp(first) > 0 and np.ptp(second) > 0):
+        return math.nan
+    return float(scipy.stats.spearmanr(first.ravel(), second.ravel()).statistic)
+
+
 def short_labels(rows: pd.DataFrame) -> dict[str, str]:
     """Map every label of the table, in order, to one without the probe's name if all share it."""
     labels = list(dict.fromkeys([*rows["first"], *rows["second"]]))
-    names = {label.rpartition(":")[0] or label.rpartition("@")[0] or label for label in labels}
-    prefix_length = len(names.pop()) if len(names) == 1 else 0
-    return {label: label[prefix_length:].lstrip(":") or label for label in labels}
+    names = set()
+    for label in labels:
+        # A label is NAME:PART, NAME@TAU or NAME
+        before_part, _, _ = label.rpartition(":")
+        before_tau, _, _ = label.rpartition("@")
+        names.add(before_part or before_tau or label)
+    shared = names.pop() if len(names) == 1 else ""
+    return {label: label[len(shared) :].lstrip(":") or label for label in labels}
 
 
 def _domains(table: head_scores.HeadScores) -> Iterator[tuple[str, head_scores.HeadScores]]:
     """Yield (domain, table of that domain). Raises ``UserError`` if there is only one."""
     if len(table.domains) == 1:
         raise errors.UserError(
-            f"the probe '{table.name}' has a single domain, '{table.domains[0]}', so there are no domains to compare\n"
+            f"the probe '{table.name}' has a single domain, '{table.domains[0]}', so there are no "
+            "domains to compare\n"
             "probe text of several domains, or leave out --split-by"
         )
     for domain in table.domains:
-        yield (
-            domain,
-            replace(
-                table,
-                rows=table.rows[table.rows["domain"] == domain],
-                documents=None,
-                histogram=None,
-            ),
-        )
+        rows = table.rows[table.rows["domain"] == domain]
+        yield domain, replace(table, rows=rows, documents=None, histogram=None)
 
 
 def _halves(table: head_scores.HeadScores) -> Iterator[tuple[str, head_scores.HeadScores]]:
@@ -210,17 +238,18 @@ def _halves(table: head_scores.HeadScores) -> Iterator[tuple[str, head_scores.He
     documents = table.documents
     if documents is None:
         raise errors.UserError(
-            f"the probe '{table.name}' ({table.signal}) has no scores by document, so it cannot be split into halves\n"
+            f"the probe '{table.name}' ({table.signal}) has no scores by document, so it cannot "
+            "be split into halves\n"
             "probe two parts of the text under different names (--data, --name), and compare these"
         )
     # Keep the domains with two documents or more
     names = pd.Series(documents.domains)
-    rows = table.rows[
-        table.rows["domain"].isin(names[np.bincount(documents.domain, minlength=len(names)) > 1])
-    ]
+    num_documents = np.bincount(documents.domain, minlength=len(names))
+    rows = table.rows[table.rows["domain"].isin(names[num_documents > 1])]
     if rows.empty:
         raise errors.UserError(
-            f"the probe '{table.name}' has only one document per domain, so it cannot be split into halves\n"
+            f"the probe '{table.name}' has only one document per domain, so it cannot be split "
+            "into halves\n"
             "probe text with more documents"
         )
     # Number the documents within their domain

@@ -38,11 +38,13 @@ def kept_samples(
     Raises ``UserError`` if the file is damaged.
     """
     digest = hashlib.sha256(depends_on.encode("utf-8", "surrogateescape")).hexdigest()[:16]
-    file = folder / f"{re.sub(r'[^0-9A-Za-z_.-]', '_', name)}-{digest}.jsonl"
+    safe_name = re.sub(r"[^0-9A-Za-z_.-]", "_", name)
+    file = folder / f"{safe_name}-{digest}.jsonl"
     if not distributed.on_main(lambda: files.is_file(file)):
-        lines = [json.dumps(line, default=default, ensure_ascii=False) + "\n" for line in compute()]
+        lines = [json.dumps(line, default=default, ensure_ascii=False) for line in compute()]
+        text = "".join(f"{line}\n" for line in lines)
         distributed.on_main(lambda: folder.mkdir(parents=True, exist_ok=True))
-        distributed.on_main(lambda: files.write_atomic(file, "".join(lines)))
+        distributed.on_main(lambda: files.write_atomic(file, text))
     return distributed.on_main(lambda: _read(file))
 
 

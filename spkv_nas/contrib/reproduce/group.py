@@ -15,8 +15,9 @@ LADDER_DENSITY = 0.2  # in the figure of FLOPs over the ladder by default
 Runs = Annotated[
     Path | None,
     flag.Flag(
-        "CSV with a row per run. Columns: train_flops (training compute), nll (nats per token); optional: name, "
-        "variant (such as dense or sp-kv, each fitted separately) and held_out (1: predicted, not fitted).",
+        "CSV with a row per run. Columns: train_flops (training compute), nll (nats per token); "
+        "optional: name, variant (such as dense or sp-kv, each fitted separately) and held_out "
+        "(1: predicted, not fitted).",
         argument=True,
     ),
 ]

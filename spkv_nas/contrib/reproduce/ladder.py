@@ -74,9 +74,14 @@ def show(result: LadderResult) -> None:
     """Print each level's FLOPs per token, with full attention and with SP-KV."""
     sparse = f"density {result.density:g}"
     grid = Table(
-        "level", "parameters, M", "attention\nfull", f"attention\n{sparse}", "total\nfull", f"total\n{sparse}",
+        "level",
+        "parameters, M",
+        "attention\nfull",
+        f"attention\n{sparse}",
+        "total\nfull",
+        f"total\n{sparse}",
         title=f"forward GFLOPs per token at {result.context:,} tokens",
-    )  # fmt: skip
+    )
     for row in result.rows.itertuples():
         flops = (row.attention_dense, row.attention_sparse, row.total_dense, row.total_sparse)
         grid.add_row(

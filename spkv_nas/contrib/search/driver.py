@@ -19,7 +19,7 @@ from spkv_nas.base.errors import UserError, first_line
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.contrib.search import options, recipe_evaluator
 from spkv_nas.contrib.search.sampler import SAMPLERS, StudySampler
-from spkv_nas.contrib.search.space import LayoutCost, Trial, best_start, ranked
+from spkv_nas.contrib.search.space import LayoutCost, Trial, best_start, distinct, ranked
 from spkv_nas.contrib.search.storage import (
     INDEX,
     finished,
@@ -63,23 +63,27 @@ class Search:
         self._reporter = reporter
         self.starts = specification.starts
         self.others = specification.given
-        self.space, self.effort = space, effort = specification.space, specification.effort
+        self.space = specification.space
+        self.effort = specification.effort
         self._sampler = StudySampler(
-            space, SAMPLERS[effort.sampler], effort.seed, list(self.starts.values())
+            self.space,
+            SAMPLERS[self.effort.sampler],
+            self.effort.seed,
+            list(self.starts.values()),
         )
         # Check that space and evaluator match
-        density = f"the density table '{space.table.name}'"
-        remedy = "give the recipe of that model"
+        table = self.space.table
         check_grid(
-            density,
-            space.table.heads_per_layer,
+            f"the density table '{table.name}'",
+            table.heads_per_layer,
             "the recipe's model",
             evaluator.shape.heads_per_layer,
-            remedy,
+            "give the recipe of that model",
         )
         if evaluator.evaluation_tokens.sum() == 0:
             raise UserError(
-                "no held-out document is left to evaluate full retrainings on: lower --max-tokens, or give more text"
+                "no held-out document is left to evaluate full retrainings on: lower "
+                "--max-tokens, or give more text"
             )
         # Open the storage
         if storage is None:
@@ -90,34 +94,34 @@ class Search:
         """Score until all trials are finished, then retrain; return all. Raises ``UserError`` for a damaged study."""
         with storage_errors():
             trials = self._score()
-            return (
-                self._retrain(trials, self.promoted(trials))
-                if self.effort.num_retrained
-                else trials
-            )
+            if not self.effort.num_retrained:
+                return trials
+            return self._retrain(trials, self.promoted(trials))
 
     def _score(self) -> list[Trial]:
         """Work on the zero-shot study until it is finished; return baselines and trials."""
         # Open the study and run its free trials
         total = self.effort.trials
         name = f"{self.effort.sampler}-{self.effort.seed}"
-        metrics = ["zero-shot ΔNLL, %", *([] if self.cost is None else [self.cost.name])]
+        metrics = ["zero-shot ΔNLL, %"]
+        if self.cost is not None:
+            metrics.append(self.cost.name)
         study = open_study(self._storage, f"{self._name}/{name}", self._settings(), metrics)
         self._reporter.reused(len(finished(study, total)), total, "searched layouts")
         with self._reporter.bar("scoring layouts", "layouts") as progress:
-            first_of_round = self._sampler.first_of_round
             done = work(
                 study,
                 total,
                 lambda trial, index: self._run(study, trial, index),
                 progress,
-                first_of_round,
+                self._sampler.first_of_round,
             )
         # Baselines are scored by every worker; the evaluator keeps their scores
-        baselines = {**self.starts, **self.others}
-        scores = self.evaluator.score(list(baselines.values()))
-        tried = zip(range(len(scores)), baselines.values(), scores, strict=True)
-        trials = [self._trial(BASELINE, *each) for each in tried]
+        baselines = list({**self.starts, **self.others}.values())
+        scores = self.evaluator.score(baselines)
+        trials = []
+        for number, (layout, score) in enumerate(zip(baselines, scores, strict=True)):
+            trials.append(self._trial(BASELINE, number, layout, score))
         return [*trials, *(self._read(study, trial) for trial in done.values())]
 
     def _run(self, study: optuna.Study, trial: optuna.Trial, index: int) -> list[float]:
@@ -126,10 +130,9 @@ class Search:
         layout = self._sampler.layout(index, [self._read(study, trial) for trial in earlier])
         score = self.evaluator.score([layout])[0]
         error = None if math.isnan(score.standard_error) else score.standard_error
-        values = [score.percent, *([] if self.cost is None else [self.cost.of(layout)])]
-        values = [
-            math.inf if math.isnan(value) else float(value) for value in values
-        ]  # NaN would be a failure
+        values = self._trial(self.effort.sampler, index, layout, score).values
+        # Optuna would take NaN for a failure
+        values = [math.inf if math.isnan(value) else float(value) for value in values]
         rows = " ".join(layout.heads)
         trial.set_user_attr(_SCORE, [rows, error, _hash([index, rows, values, error])])
         return values
@@ -139,26 +142,31 @@ class Search:
         try:
             rows, error, digest = trial.user_attrs[_SCORE]
             index = trial.user_attrs[INDEX]
-            if digest != _hash([index, rows, trial.values, error]):  # databases have no checksums
+            # Databases have no checksums
+            if digest != _hash([index, rows, trial.values, error]):
                 raise ValueError("its score has changed")
-            score = PairedDifference(
-                float(trial.values[0]), math.nan if error is None else float(error)
-            )
+            standard_error = math.nan if error is None else float(error)
+            score = PairedDifference(float(trial.values[0]), standard_error)
             layout = Layout(
                 tuple(rows.split(" ")), self.space.window, "search", sinks=self.space.sinks
             )
             return self._trial(self.effort.sampler, index, layout, score)
         except (KeyError, ValueError, TypeError) as error:
             raise UserError(
-                f"trial {trial.number} of the study '{study.study_name}' is damaged: {first_line(error)}\n"
+                f"trial {trial.number} of the study '{study.study_name}' is damaged: "
+                f"{first_line(error)}\n"
                 "search under another --name: scores and retrained checkpoints are reused"
             ) from error
 
     def _trial(self, sampler: str, number: int, layout: Layout, score: PairedDifference) -> Trial:
         """Return a trial without retrainings."""
-        cost = None if self.cost is None else self.cost.of(layout)
         return Trial(
-            sampler, 0 if sampler == BASELINE else self.effort.seed, number, layout, cost, score
+            sampler=sampler,
+            seed=0 if sampler == BASELINE else self.effort.seed,
+            number=number,
+            layout=layout,
+            cost=None if self.cost is None else self.cost.of(layout),
+            zero_shot=score,
         )
 
     def _settings(self) -> dict[str, Any]:
@@ -180,28 +188,29 @@ class Search:
 
         They are ordered by change of NLL; with a cost, the best others by successive Pareto fronts.
         """
-        start = [] if (best := best_start(trials, self.starts)) is None else [best.layout]
-        chosen = {layout.content_hash: layout for layout in (*start, *self.others.values())}
-        searched = [
-            trial
-            for trial in trials
-            if trial.sampler != BASELINE and trial.layout.content_hash not in chosen
-        ]
-        distinct = list(
-            {trial.layout.content_hash: trial for trial in reversed(searched)}.values()
-        )[::-1]
-        order = ranked(np.array([trial.values for trial in distinct])) if distinct else []
-        return [
-            *chosen.values(),
-            *(distinct[index].layout for index in order[: self.effort.num_retrained]),
-        ]
+        chosen = {layout.content_hash: layout for layout in self._unpruned(trials)}
+        searched = distinct(
+            [
+                trial
+                for trial in trials
+                if trial.sampler != BASELINE and trial.layout.content_hash not in chosen
+            ]
+        )
+        if not searched:
+            return list(chosen.values())
+        order = ranked(np.array([trial.values for trial in searched]))
+        best = [searched[index].layout for index in order[: self.effort.num_retrained]]
+        return [*chosen.values(), *best]
+
+    def _unpruned(self, trials: Sequence[Trial]) -> list[Layout]:
+        """Return the layouts that are retrained in any case: the best start, and those to compare with."""
+        start = best_start(trials, self.starts)
+        others = list(self.others.values())
+        return others if start is None else [start.layout, *others]
 
     def _retrain(self, trials: Sequence[Trial], layouts: Sequence[Layout]) -> list[Trial]:
         """Work on the retrainings of layouts until all are finished; return the trials with their results."""
-        # Exempt the best start and the other layouts from pruning
-        start = best_start(trials, self.starts)
-        unpruned = [*self.others.values(), *([] if start is None else [start.layout])]
-        never_pruned = {layout.content_hash for layout in unpruned}
+        never_pruned = {layout.content_hash for layout in self._unpruned(trials)}
         # Open the study of these retrainings
         names = [self.evaluator.run_name(layout) for layout in (None, *layouts)]
         study = open_study(
@@ -248,7 +257,8 @@ class Search:
             # Optuna would record NaN as failed, so that the task would be free again
             if math.isnan(percent):
                 raise UserError(
-                    f"the {fidelity} retraining of {layout.strategy} {layout.hash} has no NLL: remove its folder"
+                    f"the {fidelity} retraining of {layout.strategy} {layout.hash} has no NLL: "
+                    "remove its folder"
                 )
             trial.report(percent, step)
             if fidelity == "short" and is_prunable and trial.should_prune():

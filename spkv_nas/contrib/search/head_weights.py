@@ -31,9 +31,8 @@ class HeadWeights:
 
     def draw(self, generator: np.random.Generator, spread: float = 1.0) -> Float:
         """Draw weights [H] from the posterior, with deviations from the mean scaled by ``spread``."""
-        return np.asarray(
-            self.mean + spread * (self.root @ generator.standard_normal(self.root.shape[1]))
-        )
+        deviation = self.root @ generator.standard_normal(self.root.shape[1])
+        return np.asarray(self.mean + spread * deviation)
 
     @classmethod
     def of(cls, layouts: Mask, scores: Float, signals: Float) -> "HeadWeights | None":
@@ -50,9 +49,8 @@ class HeadWeights:
         varies = scale > 1e-12
         # Set up the regression, offsets projected out; weights = columns @ (v, c)
         columns = np.hstack([np.eye(layouts.shape[1]), centred[:, varies] / scale[varies]])
-        evidence = Evidence.of(
-            layouts.astype(np.float64) @ columns, -scores, offsets(layouts.sum(1))
-        )
+        features = layouts.astype(np.float64) @ columns
+        evidence = Evidence.of(features, -scores, offsets(layouts.sum(1)))
         if evidence is None:
             return None
         # Choose prior variances by evidence
@@ -82,7 +80,8 @@ class Evidence:
     def of(cls, features: Float, values: Float, nuisances: Float) -> "Evidence | None":
         """Project nuisances [N, Q] out of features [N, P] and values [N]; None if nothing is left to fit."""
         basis = scipy.linalg.orth(nuisances)
-        features, values = (x - basis @ (basis.T @ x) for x in (features, values))
+        features = features - basis @ (basis.T @ features)
+        values = values - basis @ (basis.T @ values)
         energy = float(values @ values)
         freedom = len(values) - basis.shape[1]
         if freedom < 2 or energy <= 1e-12 or not (features**2).sum() > 1e-9:
@@ -116,22 +115,20 @@ class Evidence:
         """
         # Invert the diagonal part of C, from the common variance
         common = prior.min()
-        with_extra = np.flatnonzero(
-            prior > common
-        )  # C = diag(spread) + F_extra diag(extra) F_extra^T
+        # C = diag(spread) + F_extra diag(extra) F_extra^T
+        with_extra = np.flatnonzero(prior > common)
         extra = prior[with_extra] - common
         spread = 1.0 + common * self.squares.sum(1)
         quality = (self.values / spread) @ self.features
         sparsity = (1.0 / spread) @ self.squares
         log_determinant = np.log(spread).sum()
-        if len(with_extra):  # add the extra variances by Woodbury's identity
+        # Add the extra variances by Woodbury's identity
+        if len(with_extra):
             products = (self.features[:, with_extra].T / spread) @ self.features
             root = scipy.linalg.cholesky(np.diag(1.0 / extra) + products[:, with_extra], lower=True)
             products = scipy.linalg.solve_triangular(root, products, lower=True)
-            quality = (
-                quality
-                - scipy.linalg.solve_triangular(root, quality[with_extra], lower=True) @ products
-            )
+            extra_quality = scipy.linalg.solve_triangular(root, quality[with_extra], lower=True)
+            quality = quality - extra_quality @ products
             sparsity = sparsity - (products**2).sum(0)
             log_determinant += np.log(extra).sum() + 2 * np.log(np.diag(root)).sum()
         # Combine into the log evidence
@@ -144,9 +141,8 @@ class Evidence:
         # Start with a common variance
         count = len(self.moments)
         chosen: list[int] = []
-        common = -np.log(
-            self.squares.sum(0).mean()
-        )  # log of t^2 at which weights contribute as much as noise
+        # log of t^2 at which weights contribute as much as noise
+        common = -np.log(self.squares.sum(0).mean())
         scales = self._optimised_scales(np.array([common]), chosen)
         while True:
             prior = self._prior(scales, chosen)
@@ -160,7 +156,8 @@ class Evidence:
                 return prior
             # Add the best one, and optimise all scales
             chosen.append(new)
-            start = np.log((excess[new] - 1) / sparsity[new])  # optimum with the other scales fixed
+            # Optimum with the other scales fixed
+            start = np.log((excess[new] - 1) / sparsity[new])
             scales = self._optimised_scales(np.append(scales, start), chosen)
 
     def _prior(self, scales: Float, chosen: list[int]) -> Float:
@@ -176,12 +173,14 @@ class Evidence:
             """Return negative log evidence and its gradient."""
             value, quality, sparsity = self.log(self._prior(scales, chosen))
             slope = (quality**2 - sparsity) / 2
-            return -value, -np.exp(scales) * np.array([slope.sum(), *slope[chosen]])
+            slopes = np.array([slope.sum(), *slope[chosen]])
+            return -value, -np.exp(scales) * slopes
 
         bounds = [(scale - _REACH, scale + _REACH) for scale in start]
-        return np.asarray(
-            scipy.optimize.minimize(objective, start, jac=True, method="L-BFGS-B", bounds=bounds).x
+        optimum = scipy.optimize.minimize(
+            objective, start, jac=True, method="L-BFGS-B", bounds=bounds
         )
+        return np.asarray(optimum.x)
 
 
 def offsets(numbers: Int) -> Float:

@@ -27,10 +27,11 @@ if TYPE_CHECKING:  # pandas takes too long for --help
 Objective = Annotated[
     str,
     flag.Flag(
-        "Objectives: nll; or nll,kv-bytes for the Pareto front of both.", metavar="NAMES",
+        "Objectives: nll; or nll,kv-bytes for the Pareto front of both.",
+        metavar="NAMES",
         values=("nll", "nll,kv-bytes"),
     ),
-]  # fmt: skip
+]
 Trials = Annotated[
     int, flag.Flag("Number of layouts to score without training.", low=1, high=10**6)
 ]
@@ -44,11 +45,13 @@ Sampler = Annotated[
 Retrain = Annotated[
     int,
     flag.Flag(
-        "Number of best layouts to retrain, beside the best start and the given ones: for a quarter of the recipe's "
-        "steps, then in full unless behind the median; 0 retrains none, not even those.",
-        low=0, high=10**6,
+        "Number of best layouts to retrain, beside the best start and the given ones: for a "
+        "quarter of the recipe's steps, then in full unless behind the median; 0 retrains none, "
+        "not even those.",
+        low=0,
+        high=10**6,
     ),
-]  # fmt: skip
+]
 Storage = Annotated[str | None, flag.Flag("URL of the study's database, such as postgresql://...")]
 
 
@@ -88,14 +91,14 @@ class SearchSpecification:
     """Validated specification of a search, made without training."""
 
     effort: Effort  # trials, sampler, seed and retrainings
-    context: (
-        int | None
-    )  # tokens of the sequence whose KV bytes are the second objective; None without one
+    # Tokens of the sequence whose KV bytes are the second objective; None without one
+    context: int | None
     space: "Space"
     file: Path  # of the recipe
     recipe: "Recipe"  # to retrain layouts by
     name: str  # of the results
-    starts: "dict[str, Layout]"  # that the search starts from, by name: the strategies' and the given ones in the space
+    # What the search starts from, by name: the strategies' and the given layouts in the space
+    starts: "dict[str, Layout]"
     given: "dict[str, Layout]"  # that the user gave, by name
 
 
@@ -107,17 +110,15 @@ def _budgets(
 
     if not str(budget).startswith(MEMORY):
         number = table.num_candidates
-        return (
-            parse_budgets(str(budget), number)
-            if is_several(budget)
-            else [parse_budget(budget, number)]
-        )
+        if is_several(budget):
+            return parse_budgets(str(budget), number)
+        return [parse_budget(budget, number)]
     size = None if context is None else units.parse_context(context)
-    limits = [
-        Requirements(kv_bytes=f"{percent}%", context=size)
-        for percent in parse_memories(str(budget))
-    ]
-    return sorted({limit.limit(table, None, window).heads(table) for limit in limits})
+    budgets = set()
+    for percent in parse_memories(str(budget)):
+        requirements = Requirements(kv_bytes=f"{percent}%", context=size)
+        budgets.add(requirements.limit(table, None, window).heads(table))
+    return sorted(budgets)
 
 
 def specify(
@@ -143,29 +144,27 @@ def specify(
     space.check()
     # Read the layouts to start from and to compare with
     strategies = starting_layouts(space, budgets)
-    given = Proposal.read(options.layouts or ()).layouts
+    given = dict(Proposal.read(options.layouts or ()).layouts)
     _check_given(space, strategies, given)
-    starts = {
-        **strategies,
-        **{name: layout for name, layout in given.items() if space.contains(layout)},
-    }
+    starts = dict(strategies)
+    for name, layout in given.items():
+        if space.contains(layout):
+            starts[name] = layout
     # Keep one name of each distinct layout
-    names = distinct({**starts, **given}).values()
-    for first, *same in names:
+    for first, *same in distinct({**starts, **given}).values():
         for name in same:
             reporter.announce(f"{name} and {first} are the same layout, which is tried once")
-    kept = {first for first, *_ in names}
+            starts.pop(name, None)
+            given.pop(name, None)
     return SearchSpecification(
-        Effort(options.trials, options.sampler, options.seed, options.retrain),
-        context,
-        space,
-        file,
-        recipe,
-        options.name or table.name,
-        *(
-            {name: layout for name, layout in part.items() if name in kept}
-            for part in (starts, given)
-        ),
+        effort=Effort(options.trials, options.sampler, options.seed, options.retrain),
+        context=context,
+        space=space,
+        file=file,
+        recipe=recipe,
+        name=options.name or table.name,
+        starts=starts,
+        given=given,
     )
 
 
@@ -188,8 +187,8 @@ def _check_given(
             raise errors.UserError(
                 f"layout '{key}' has {reach} and {layout.sinks} sink tokens, the search "
                 f"{space.window} and {space.sinks}, as its probe '{space.table.name}'\n"
-                f"use layouts of that probe, or convert them (layout convert, with --window {space.window} "
-                f"--sinks {space.sinks})"
+                "use layouts of that probe, or convert them (layout convert, with --window "
+                f"{space.window} --sinks {space.sinks})"
             )
 
 

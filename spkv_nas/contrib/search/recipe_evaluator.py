@@ -98,12 +98,12 @@ class RecipeEvaluator:
         number = min(self._max_tokens // heldout.block_size, heldout.num_blocks // 2)
         if number < 1:
             raise errors.UserError(
-                f"{heldout.num_blocks} held-out blocks of {heldout.block_size} tokens are too few to search on\n"
+                f"{heldout.num_blocks} held-out blocks of {heldout.block_size} tokens are too few "
+                "to search on\n"
                 "give more text, a larger data.heldout or more --max-tokens"
             )
-        return heldout.take(heldout.num_blocks // 2).spread(
-            number
-        )  # the other half's documents remain unseen
+        # The other half's documents remain unseen
+        return heldout.take(heldout.num_blocks // 2).spread(number)
 
     @cached_property
     def _scored_on(self) -> TokenBlocks:
@@ -120,27 +120,26 @@ class RecipeEvaluator:
         """Return the NLL of the unchanged dense model on all held-out text."""
         heldout = self._context.corpus.heldout
         batch_size = self._context.recipe.evaluation.batch_size
-        return zero_shot(
+        (dense,) = zero_shot(
             self._model, [None], heldout, batch_size=batch_size, cache=self._cache_of(heldout)
-        )[0]
+        )
+        return dense
 
     @property
     def _selection_documents(self) -> np.ndarray:
         """Return bool [documents], True for held-out documents used for selection."""
-        return np.isin(
-            np.arange(len(self._context.corpus.heldout.documents)), self._chosen_on.document
-        )
+        number = len(self._context.corpus.heldout.documents)
+        return np.isin(np.arange(number), self._chosen_on.document)
 
     def _part(
         self, nll: paired.DocumentNLL, fidelity: search_table.Retraining
     ) -> paired.DocumentNLL:
         """Restrict an NLL to the documents that a retraining is evaluated on; the others get 0 tokens."""
-        is_counted = (
-            self._selection_documents if fidelity == "short" else ~self._selection_documents
-        )
-        return paired.DocumentNLL(
-            np.where(is_counted, nll.total, 0.0), np.where(is_counted, nll.num_tokens, 0)
-        )
+        selects = self._selection_documents
+        is_counted = selects if fidelity == "short" else ~selects
+        total = np.where(is_counted, nll.total, 0.0)
+        num_tokens = np.where(is_counted, nll.num_tokens, 0)
+        return paired.DocumentNLL(total, num_tokens)
 
     def steps(self, fidelity: search_table.Retraining) -> int:
         """Return the training steps of a retraining."""
@@ -170,12 +169,11 @@ class RecipeEvaluator:
 
     def _zero_shot(self, layouts: Sequence[Layout | None]) -> list[paired.DocumentNLL]:
         """Return the NLL of layouts without training on the text that scores are measured on."""
-        batch_size = self._context.recipe.evaluation.batch_size
         return zero_shot(
             self._model,
             layouts,
             self._scored_on,
-            batch_size=batch_size,
+            batch_size=self._context.recipe.evaluation.batch_size,
             cache=self._cache,
             reporter=_Quiet(),
         )
@@ -183,10 +181,10 @@ class RecipeEvaluator:
     def alarm(self, changes: Sequence[paired.PairedDifference]) -> str | None:
         """Return a sentence if changes of NLL without training make no sense (``evaluation.alarms``), else None."""
         (full,) = self._zero_shot([None])
-        separator = self._context.corpus.separator
-        return alarms.changes_alarm(
-            alarms.Circumstances.of(self._model, self._scored_on, full, separator), changes
+        circumstances = alarms.Circumstances.of(
+            self._model, self._scored_on, full, self._context.corpus.separator
         )
+        return alarms.changes_alarm(circumstances, changes)
 
     def run_name(self, layout: Layout | None) -> str:
         """Return the name of the full retraining's folder, which encodes everything that determines its result."""
@@ -199,15 +197,15 @@ class RecipeEvaluator:
             context.train(_variant(layout))
         elif fidelity not in self._controls:
             branch = context.train(_variant(None))
-            control, dense = (self._part(nll, fidelity) for nll in (branch.nll, self._dense))
+            control = self._part(branch.nll, fidelity)
+            dense = self._part(self._dense, fidelity)
             hybrids.compare_control(control, dense, context.recipe, context.reporter)
             self._controls.add(fidelity)
 
     def control(self, fidelity: search_table.Retraining) -> paired.PairedDifference:
         """Return the change of NLL of full attention by retraining, relative to the unchanged dense model."""
-        return paired.paired_difference(
-            self._finished(fidelity, None), self._part(self._dense, fidelity)
-        )
+        control = self._finished(fidelity, None)
+        return paired.paired_difference(control, self._part(self._dense, fidelity))
 
     def retrained(
         self,
@@ -219,8 +217,10 @@ class RecipeEvaluator:
 
         ``baseline`` None is full attention. Raises ``UserError`` if a branch's folder is missing.
         """
-        full, *others = (self._finished(fidelity, layout) for layout in (baseline, *layouts))
-        return [paired.paired_difference(nll, full) for nll in others]
+        full = self._finished(fidelity, baseline)
+        return [
+            paired.paired_difference(self._finished(fidelity, layout), full) for layout in layouts
+        ]
 
     def _finished(
         self, fidelity: search_table.Retraining, layout: Layout | None
@@ -230,7 +230,8 @@ class RecipeEvaluator:
         if not branches.is_finished(final):
             raise errors.UserError(
                 f"{final} is not here, though the search has trained it\n"
-                "copy it here from the machine that did, and run the command again; or search under another --name"
+                "copy it here from the machine that did, and run the command again; or search "
+                "under another --name"
             )
         return self._part(branches.read_branch(final).nll, fidelity)
 
@@ -245,8 +246,9 @@ class _Quiet(progress.Reporter):
 def shortened(recipe: Recipe) -> Recipe:
     """Return the recipe of short retrainings, with a fourth of the steps."""
     steps = max(1, recipe.branch.steps // 4)
-    fewer = {"steps": steps, "warmup_steps": min(recipe.branch.warmup_steps, steps - 1)}
-    return recipe.model_copy(update={"branch": recipe.branch.model_copy(update=fewer)})
+    warmup_steps = min(recipe.branch.warmup_steps, steps - 1)
+    branch = recipe.branch.model_copy(update={"steps": steps, "warmup_steps": warmup_steps})
+    return recipe.model_copy(update={"branch": branch})
 
 
 def _variant(layout: Layout | None) -> variants.Variant:

@@ -86,26 +86,27 @@ class ThompsonSampling(Sampler):
 
         signal: Float = space.table.density.ravel()
         # Fit the head weights to the finite scores; None if there are too few
-        finite = [result for result in results if np.isfinite(result.values[0])]
+        finite = [result for result in results if np.isfinite(result.zero_shot.percent)]
         weights = None
         if finite:
             masks = np.stack([result.layout.global_mask.ravel() for result in finite])
-            weights = HeadWeights.of(
-                masks, np.array([result.values[0] for result in finite]), signal[:, None]
-            )
+            scores = np.array([result.zero_shot.percent for result in finite])
+            weights = HeadWeights.of(masks, scores, signal[:, None])
         # Propose starting layouts first, then untried ones
-        first = [*starts[numbers.start : numbers.stop]]
-        tried = {layout.heads for layout in (*first, *(result.layout for result in results))}
+        first = list(starts[numbers.start : numbers.stop])
+        tried = {layout.heads for layout in first} | {result.layout.heads for result in results}
         proposals: list[Layout] = []
         for number in numbers[len(first) :]:
             generator = np.random.default_rng([seed, number])
             budget = int(generator.integers(space.budgets[0], space.budgets[1] + 1))
-            if weights is None:  # no model yet: near the best heads of the table
+            # Without a model yet, stay near the best heads of the table
+            if weights is None:
                 gain = ranks(signal) + generator.random(len(signal))
             else:
                 gain = weights.draw(generator, spread=generator.random())
-            proposals.append(space.optimum(gain.reshape(space.table.grid), budget, tried))
-            tried.add(proposals[-1].heads)
+            layout = space.optimum(gain.reshape(space.table.grid), budget, tried)
+            proposals.append(layout)
+            tried.add(layout.heads)
         return [*first, *sorted(proposals, key=lambda layout: layout.heads)]
 
 
@@ -165,7 +166,8 @@ class StudySampler:
     def layout(self, index: int, results: Sequence[Trial]) -> Layout:
         """Return the layout of trial ``index``; ``results`` are those of the trials before its round, in order."""
         first = self.first_of_round(index)
-        if self._round[0] != first:  # results are only read at the first trial of a round
+        # Results are only read at the first trial of a round
+        if self._round[0] != first:
             numbers = range(first, first + TRIALS_PER_ROUND)
             starts = self.starts if self.sampler.takes_starts else ()
             layouts = self.sampler.layouts(

@@ -28,9 +28,8 @@ class Space:
     """The layouts on one grid that meet constraints and budget."""
 
     table: HeadScores  # head densities [L, Hkv]
-    budgets: tuple[
-        int, int
-    ]  # smallest and largest number of global KV heads; fewer where constraints allow no more
+    # Smallest and largest number of global KV heads; fewer where constraints allow no more
+    budgets: tuple[int, int]
     window: int  # tokens
     constraints: Constraints = field(default_factory=Constraints)
 
@@ -64,81 +63,86 @@ class Space:
         # Exclude the tried layouts; without constraints, take fewer heads only if all of the budget are tried
         masks = [Layout(heads, self.window).global_mask for heads in tried]
         named = self.constraints.named
-        for at_least in (self._least,) if named else (budget, self._least):
+        for at_least in [self._least] if named else [budget, self._least]:
             problem = Problem(
                 self.table.heads_per_layer, named, budget, excluded=masks, at_least=at_least
             )
-            if (solution := problem.optimum(gain[None], gap=_GAP)) is not None:
+            solution = problem.optimum(gain[None], gap=_GAP)
+            if solution is not None:
                 return self._with(solution.mask)
         return best
 
     def contains(self, layout: Layout) -> bool:
         """Return true if the layout has this grid, window and sinks, meets the constraints and fits the budgets."""
-        is_alike = (layout.window, layout.sinks) == (self.window, self.sinks) and not layout.windows
-        if not is_alike or layout.heads_per_layer != self.table.heads_per_layer:
+        if layout.windows or (layout.window, layout.sinks) != (self.window, self.sinks):
             return False
-        return self._least <= layout.num_global <= self.budgets[
-            1
-        ] and not self.constraints.broken_by(layout)
+        if layout.heads_per_layer != self.table.heads_per_layer:
+            return False
+        if not self._least <= layout.num_global <= self.budgets[1]:
+            return False
+        return not self.constraints.broken_by(layout)
 
     def _best(self, gain: Float, budget: int) -> Layout:
         """Return the layout of highest total gain with at most ``budget`` global heads under the constraints."""
-        if self.constraints.named:
-            problem = Problem(self.table.heads_per_layer, self.constraints.named, budget)
-            best = problem.optimum(np.maximum(gain, 1e-6)[None])
-            assert best is not None  # ``check`` solved the smallest budget; larger ones allow more
-            mask = best.mask
-        else:
-            mask = densest(np.where(self.table.is_head, gain, np.nan), budget)
-        return self._with(mask)
+        if not self.constraints.named:
+            return self._with(densest(np.where(self.table.is_head, gain, np.nan), budget))
+        problem = Problem(self.table.heads_per_layer, self.constraints.named, budget)
+        best = problem.optimum(np.maximum(gain, 1e-6)[None])
+        assert best is not None  # ``check`` solved the smallest budget; larger ones allow more
+        return self._with(best.mask)
 
     def _with(self, mask: Mask) -> Layout:
         """Return the layout of a mask [L, Hkv] with this window and these sinks."""
-        heads = self.table.heads_per_layer
-        return Layout.from_mask(mask, window=self.window, sinks=self.sinks, heads_per_layer=heads)
+        return Layout.from_mask(
+            mask,
+            window=self.window,
+            sinks=self.sinks,
+            heads_per_layer=self.table.heads_per_layer,
+        )
 
     @cached_property
     def _least(self) -> int:
         """Return the smallest number of global heads in a layout of the space."""
-        return min(
-            self.budgets[0], self._best(ranks(self.table.density) + 1.0, self.budgets[0]).num_global
-        )
+        smallest = self.budgets[0]
+        allowed = self._best(ranks(self.table.density) + 1.0, smallest).num_global
+        return min(smallest, allowed)
 
 
 def ranks(values: Float) -> Float:
     """Return the ranks of the values in ascending order, scaled to [0, 1], in the shape of ``values``."""
-    flat = values.ravel()
-    scaled_ranks = np.argsort(np.argsort(flat, kind="stable"), kind="stable") / max(
-        1, flat.size - 1
-    )
-    return scaled_ranks.reshape(values.shape)
+    order = np.argsort(values.ravel(), kind="stable")
+    number_in_order = np.argsort(order, kind="stable")
+    return (number_in_order / max(1, values.size - 1)).reshape(values.shape)
 
 
 def starting_layouts(space: Space, budgets: list[int]) -> dict[str, Layout]:
     """Return the layouts to start from: the strategies' for one budget, the best of five budgets for a range."""
-    table = space.table
-    window = space.window
-    if len(budgets) == 1:
-        # Use every strategy for a single budget
-        strategies = [
-            strategy for strategy in STRATEGIES if not (strategy.is_control or strategy.is_random)
-        ]
-        layouts = {
-            strategy.name: layout_by(strategy, table, budgets[0], window=window)
-            for strategy in strategies
-        }
-        if space.constraints.named:
-            layouts[CONSTRAINED] = solve(table, budgets[0], space.constraints, window=window)
-    else:
-        # Spread five solutions over a range of budgets
-        chosen = sorted({budgets[round(part * (len(budgets) - 1) / 4)] for part in range(5)})
-        solved = (solve(table, number, space.constraints, window=window) for number in chosen)
-        layouts = {f"densest-{layout.num_global}": layout for layout in solved}
-    return {
-        name: replace(layout, strategy=name)
-        for name, layout in layouts.items()
-        if space.contains(layout)
-    }
+    layouts = _of_strategies(space, budgets[0]) if len(budgets) == 1 else _spread(space, budgets)
+    starts = {}
+    for name, layout in layouts.items():
+        if space.contains(layout):
+            starts[name] = replace(layout, strategy=name)
+    return starts
+
+
+def _of_strategies(space: Space, budget: int) -> dict[str, Layout]:
+    """Return the layouts of every strategy for one budget."""
+    layouts = {}
+    for strategy in STRATEGIES:
+        if not strategy.is_control and not strategy.is_random:
+            layouts[strategy.name] = layout_by(strategy, space.table, budget, window=space.window)
+    if space.constraints.named:
+        layouts[CONSTRAINED] = solve(space.table, budget, space.constraints, window=space.window)
+    return layouts
+
+
+def _spread(space: Space, budgets: list[int]) -> dict[str, Layout]:
+    """Return the best layouts of five budgets, spread over a range."""
+    layouts = {}
+    for budget in sorted({budgets[round(part * (len(budgets) - 1) / 4)] for part in range(5)}):
+        layout = solve(space.table, budget, space.constraints, window=space.window)
+        layouts[f"densest-{layout.num_global}"] = layout
+    return layouts
 
 
 @dataclass(frozen=True)
@@ -165,16 +169,16 @@ class Trial:
     @property
     def name(self) -> str:
         """Return the name, such as "surrogate-0-17"; for a baseline, the name of its layout."""
-        return (
-            self.layout.strategy
-            if self.sampler == BASELINE
-            else f"{self.sampler}-{self.seed}-{self.number}"
-        )
+        if self.sampler == BASELINE:
+            return self.layout.strategy
+        return f"{self.sampler}-{self.seed}-{self.number}"
 
     @property
     def values(self) -> list[float]:
         """Return the objectives without training: change of NLL in percent, then the cost if there is one."""
-        return [self.zero_shot.percent, *([] if self.cost is None else [self.cost])]
+        if self.cost is None:
+            return [self.zero_shot.percent]
+        return [self.zero_shot.percent, self.cost]
 
 
 def best_start(trials: Sequence[Trial], starts: Mapping[str, Layout]) -> Trial | None:
@@ -203,10 +207,10 @@ def first_front(values: Float) -> list[int]:
     number.
     """
     values = np.where(np.isnan(values), np.inf, values)
-    dominated = np.all(values[:, None] >= values[None], -1) & np.any(
-        values[:, None] > values[None], -1
-    )
-    front: list[int] = np.flatnonzero(~dominated.any(1)).tolist()
+    rows = values[:, None]
+    others = values[None]
+    is_dominated = np.all(rows >= others, -1) & np.any(rows > others, -1)
+    front: list[int] = np.flatnonzero(~is_dominated.any(1)).tolist()
     return sorted(front, key=lambda index: tuple(values[index]))
 
 
@@ -228,17 +232,20 @@ def result_table(trials: Sequence[Trial], table: HeadScores) -> pd.DataFrame:
         # Add the change of NLL at every fidelity
         for fidelity in FIDELITIES:
             change = getattr(trial, fidelity) or PairedDifference(math.nan, math.nan)
-            row |= {
-                f"{fidelity}_delta_percent": change.percent,
-                f"{fidelity}_standard_error": change.standard_error,
-            }
+            row[f"{fidelity}_delta_percent"] = change.percent
+            row[f"{fidelity}_standard_error"] = change.standard_error
         rows.append(row)
     return pd.DataFrame(rows, columns=list(COLUMNS))
 
 
 def front(trials: Sequence[Trial]) -> list[Trial]:
     """Return the distinct trials on the Pareto front of the zero-shot objectives, lowest NLL first."""
-    distinct = list({trial.layout.content_hash: trial for trial in reversed(trials)}.values())
-    return [
-        distinct[index] for index in first_front(np.array([trial.values for trial in distinct]))
-    ]
+    candidates = distinct(trials)[::-1]
+    values = np.array([trial.values for trial in candidates])
+    return [candidates[index] for index in first_front(values)]
+
+
+def distinct(trials: Sequence[Trial]) -> list[Trial]:
+    """Return the first trial of each layout, in order of their last ones."""
+    first_trials = {trial.layout.content_hash: trial for trial in reversed(trials)}
+    return list(first_trials.values())[::-1]

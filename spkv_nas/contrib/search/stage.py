@@ -46,20 +46,17 @@ class SearchResult:
     rows: pd.DataFrame  # table of all layouts
     work: driver.Search  # the finished search
     folder: Path  # of the table
-    recommended: (
-        Recommendation | None
-    )  # the layout to take; None without one, or if the numbers make no sense
+    # The layout to take; None without one, or if the numbers make no sense
+    recommended: Recommendation | None
     layouts: Path  # folder of the layouts' files
     alarm: str | None = None  # sentence if the numbers make no sense (``evaluation.alarms``)
 
     @property
     def file(self) -> Path | None:
         """Return the file of the recommended layout."""
-        return (
-            None
-            if self.recommended is None
-            else self.layouts / f"{self.recommended.layout.strategy}.yaml"
-        )
+        if self.recommended is None:
+            return None
+        return self.layouts / f"{self.recommended.layout.strategy}.yaml"
 
 
 def run(options: SearchOptions, reporter: progress.Reporter = progress.SILENT) -> commands.Result:
@@ -126,10 +123,42 @@ def write_results(
         if rows[f"{fidelity}_delta_percent"].notna().any()
     ]
     documents = frozenset[str]().union(*map(search.evaluator.documents, ("zero_shot", *retrained)))
-    # The result depends on these inputs besides the number of trials
+    inputs = inputs_of(_inputs(search))
+    record = {"inputs": inputs, ALARM: alarm, **_origin(search, rows, retrained)}
+    record[selection.SELECTION] = selection.digest(documents)
+    earlier = ResultTable("search").write(folder, rows, record, reporter, documents)
+    # Keep a copy of the layouts of an earlier search, and replace them
+    if earlier is not None and layouts.is_dir():
+        shutil.copytree(layouts, layouts.with_name(f"{layouts.name}-{earlier}"), dirs_exist_ok=True)
+    _write_layouts(search, trials, recommended, layouts)
+    return rows, alarm, recommended
+
+
+def _write_layouts(
+    search: driver.Search,
+    trials: Sequence[Trial],
+    recommended: Recommendation | None,
+    folder: Path,
+) -> None:
+    """Replace the layouts in a folder: by the front, those retrained in full, and the recommended one."""
+    kept = {}
+    for trial in (*front(trials), *(trial for trial in trials if trial.full is not None)):
+        if trial.sampler != BASELINE:
+            kept[trial.name] = (trial.layout, trial.seed)
+    if recommended is not None:
+        kept[recommended.layout.strategy] = (recommended.layout, search.effort.seed)
+    largest = search.space.budgets[1]
+    with replacing(folder, stale=[file.name for file in folder.glob("*.yaml")]) as new:
+        for name, (layout, seed) in kept.items():
+            origin = provenance(search.space.table, layout, largest, seed)
+            replace(layout, strategy=name, provenance=origin).write(new / f"{name}.yaml")
+
+
+def _inputs(search: driver.Search) -> dict[str, Any]:
+    """Return what the result depends on besides the number of trials."""
     space = search.space
     evaluator = search.evaluator
-    inputs = {
+    return {
         "identity": evaluator.identity,
         "recipe": dict(evaluator.settings),
         "probe": space.table.content_hash,
@@ -138,25 +167,6 @@ def write_results(
         "seed": search.effort.seed,
         "steps": [evaluator.steps("short"), evaluator.steps("full")],
     }
-    record = {"inputs": inputs_of(inputs), ALARM: alarm, **_origin(search, rows, retrained)}
-    record[selection.SELECTION] = selection.digest(documents)
-    earlier = ResultTable("search").write(folder, rows, record, reporter, documents)
-    # Replace the layouts worth keeping: the front, those retrained in full, and the recommended one
-    worth_keeping = (*front(trials), *(trial for trial in trials if trial.full is not None))
-    kept = {
-        trial.name: (trial.layout, trial.seed)
-        for trial in worth_keeping
-        if trial.sampler != BASELINE
-    }
-    if recommended is not None:
-        kept[recommended.layout.strategy] = recommended.layout, search.effort.seed
-    if earlier is not None and layouts.is_dir():
-        shutil.copytree(layouts, layouts.with_name(f"{layouts.name}-{earlier}"), dirs_exist_ok=True)
-    with replacing(layouts, stale=[file.name for file in layouts.glob("*.yaml")]) as new:
-        for name, (layout, seed) in kept.items():
-            origin = provenance(search.space.table, layout, search.space.budgets[1], seed)
-            replace(layout, strategy=name, provenance=origin).write(new / f"{name}.yaml")
-    return rows, alarm, recommended
 
 
 def _origin(
@@ -308,35 +318,65 @@ def cache_bytes(specification: SearchSpecification, shape: Shape) -> LayoutCost 
     if context is None:
         return None
     known = table.metadata
-    head_dim = known.get("head_dim") or shape.head_dim
-    dtype = known.get("dtype") or "bfloat16"
     requirements = Requirements(
-        specification.space.constraints, context=context, head_dim=head_dim, kv_dtype=dtype
+        specification.space.constraints,
+        context=context,
+        head_dim=known.get("head_dim") or shape.head_dim,
+        kv_dtype=known.get("dtype") or "bfloat16",
     )
     memory = requirements.cache_cost(table, specification.space.window)
     assert memory is not None  # as there is a context
-    # Count the heads of layers that are not local by design
-    return LayoutCost(
-        f"KV bytes at {context:,} tokens",
-        lambda layout: float(
-            memory.total(int(layout.global_mask[table.layers].sum()), layout.num_heads)
-        ),
-    )
+
+    def cost_of(layout: Layout) -> float:
+        """Count the global heads of layers that are not local by design."""
+        num_global = int(layout.global_mask[table.layers].sum())
+        return float(memory.total(num_global, layout.num_heads))
+
+    return LayoutCost(f"KV bytes at {context:,} tokens", cost_of)
 
 
 def show(result: SearchResult) -> None:
     """Print the best layouts, how well cheap measures rank them, and the layout to take."""
     printing.show_alarm(result.alarm)
     rows = result.rows
-    cost = result.work.cost
     evaluator = result.work.evaluator
     number = evaluator.num_selection_documents
     tokens = evaluator.evaluation_tokens
-    is_ranked = number >= MIN_DOCUMENTS
-    # Table of the best layouts
-    shown = ranking.best_layouts(rows) if is_ranked else rows.drop_duplicates("hash").head(12)
-    columns = ["layout", "global heads", "coverage %", *([cost.name] if cost else [])]
-    title = f"{'best' if is_ranked else 'first'} layouts, scored on {number} documents"
+    _show_layouts(result)
+    # What the numbers mean
+    console.say(
+        "zero-shot ΔNLL is relative to the unchanged dense model, short and full to retrained "
+        f"full attention; zero-shot and short on the {number} documents that select, full on "
+        "others; ±: one standard error, paired by document"
+    )
+    if rows["full_delta_percent"].notna().any():
+        printing.about_errors(int((tokens > 0).sum()), statistics.effective_number(tokens))
+    correlations = ranking.correlations(rows) if number >= MIN_DOCUMENTS else {}
+    for pair, correlation in correlations.items():
+        if correlation is not None:
+            text = ranking.format_rank_correlation(correlation)
+            console.out.print(f"rank correlation of {pair}: {text}")
+    console.print_path("search", result.folder / "search.csv")
+    # What to take
+    if result.recommended is not None and result.file is not None:
+        console.say(result.recommended.reason)
+        console.print_path(f"take {result.recommended.layout.strategy}", result.file)
+
+
+def _show_layouts(result: SearchResult) -> None:
+    """Print the table of the best layouts, or of the first where documents are too few to rank."""
+    rows = result.rows
+    cost = result.work.cost
+    number = result.work.evaluator.num_selection_documents
+    if number >= MIN_DOCUMENTS:
+        shown = ranking.best_layouts(rows)
+        title = f"best layouts, scored on {number} documents"
+    else:
+        shown = rows.drop_duplicates("hash").head(12)
+        title = f"first layouts, scored on {number} documents"
+    columns = ["layout", "global heads", "coverage %"]
+    if cost:
+        columns.append(cost.name)
     grid = console.Table(*columns, "zero-shot ΔNLL %", "short", "full ΔNLL %", title=title)
     for row in shown.to_dict("records"):
         cells = [
@@ -344,30 +384,13 @@ def show(result: SearchResult) -> None:
             str(row["num_global"]),
             f"{row['coverage_percent']:.1f}",
         ]
-        cells += [f"{row['cost']:.4g}"] if cost else []
-        changes = [
-            (row[f"{name}_delta_percent"], row[f"{name}_standard_error"]) for name in FIDELITIES
-        ]
-        grid.add_row(*cells, *(printing.change(*change) for change in changes))
+        if cost:
+            cells.append(f"{row['cost']:.4g}")
+        for name in FIDELITIES:
+            change = row[f"{name}_delta_percent"]
+            cells.append(printing.change(change, row[f"{name}_standard_error"]))
+        grid.add_row(*cells)
     console.out.print(grid)
-    # What the numbers mean
-    console.say(
-        "zero-shot ΔNLL is relative to the unchanged dense model, short and full to retrained full attention; "
-        f"zero-shot and short on the {number} documents that select, full on others; ±: one standard error, paired by "
-        "document"
-    )
-    if rows["full_delta_percent"].notna().any():
-        printing.about_errors(int((tokens > 0).sum()), statistics.effective_number(tokens))
-    for pair, correlation in ranking.correlations(rows).items() if is_ranked else ():
-        if correlation is not None:
-            console.out.print(
-                f"rank correlation of {pair}: {ranking.format_rank_correlation(correlation)}"
-            )
-    console.print_path("search", result.folder / "search.csv")
-    # What to take
-    if result.recommended is not None and result.file is not None:
-        console.say(result.recommended.reason)
-        console.print_path(f"take {result.recommended.layout.strategy}", result.file)
 
 
 def document(result: SearchResult) -> dict[str, Any]:
@@ -403,8 +426,9 @@ def plan(options: SearchOptions, reporter: progress.Reporter = progress.SILENT) 
         num_tokens // data.block_size, round(text.documents * heldout / text.tokens / 2)
     )
     reporter.announce(
-        f"selects on {num_tokens:,} of {heldout:,} held-out tokens of about {num_documents} documents, with one "
-        f"standard error per layout, paired by document; below {MIN_DOCUMENTS} documents it ranks nothing"
+        f"selects on {num_tokens:,} of {heldout:,} held-out tokens of about {num_documents} "
+        "documents, with one standard error per layout, paired by document; below "
+        f"{MIN_DOCUMENTS} documents it ranks nothing"
     )
     # Score the known layouts and those yet to be found
     full_attention = variants.Variant.full_attention()
@@ -416,13 +440,12 @@ def plan(options: SearchOptions, reporter: progress.Reporter = progress.SILENT) 
     ]
     # Retrain the best, briefly and in full
     number = 1 + len(specification.given) + options.retrain
+    if not options.retrain:
+        return planner.plan(runs)
     short = planner.with_recipe(recipe_evaluator.shortened(specification.recipe))
-    for fidelity, planned in (("short", short), ("full", planner)) if options.retrain else ():
-        any_branch = planned.new_branch(
-            "", variants.Variant.hybrid(next(iter(known_layouts.values())))
-        )
+    any_layout = variants.Variant.hybrid(next(iter(known_layouts.values())))
+    for fidelity, planned in (("short", short), ("full", planner)):
+        branches = [planned.new_branch("", any_layout)] * number
         runs.append(planned.branch(f"{fidelity}, {FULL_ATTENTION}", full_attention))
-        runs.append(
-            run_plan.summarize_runs(f"{fidelity}, layouts (at most)", [any_branch] * number)
-        )
+        runs.append(run_plan.summarize_runs(f"{fidelity}, layouts (at most)", branches))
     return planner.plan(runs)

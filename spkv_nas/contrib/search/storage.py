@@ -34,10 +34,8 @@ _FINISHED = (TrialState.COMPLETE, TrialState.PRUNED)
 Run = Callable[[Trial, int], Sequence[float]]
 _OPTIONS = {
     "sqlite": {"poolclass": pool.NullPool, "connect_args": {"timeout": 60}},
-    "postgresql": {
-        "poolclass": pool.NullPool,
-        "pool_pre_ping": True,
-    },  # reconnect if the server was restarted
+    # Reconnect if the server was restarted
+    "postgresql": {"poolclass": pool.NullPool, "pool_pre_ping": True},
 }
 
 
@@ -56,9 +54,8 @@ def open_storage(url: str) -> RDBStorage:
                         grace_period=GRACE,
                     )
             except exc.SQLAlchemyError as error:
-                if attempt + 1 == _ATTEMPTS or not any(
-                    word in str(error) for word in ("exist", "UNIQUE")
-                ):
+                is_race = "exist" in str(error) or "UNIQUE" in str(error)
+                if attempt + 1 == _ATTEMPTS or not is_race:
                     raise
                 time.sleep(random.random())
         raise AssertionError
@@ -81,7 +78,8 @@ def open_study(
         pruner=pruners.MedianPruner(n_startup_trials=STARTUP),
     )
     # Record the settings, or compare them with those of the existing study
-    if _SETTINGS not in study.user_attrs:  # new, or its creator was killed between two writes
+    # They are missing if the study is new, or its creator was killed between two writes
+    if _SETTINGS not in study.user_attrs:
         study.set_user_attr(_SETTINGS, dict(settings))
         with _stable():
             study.set_metric_names(list(metrics))
@@ -89,7 +87,8 @@ def open_study(
     for key in settings:
         if recorded.get(key) != settings[key]:
             raise errors.UserError(
-                f"the study '{name}' exists with another {key}: {recorded.get(key)}, not {settings[key]}\n"
+                f"the study '{name}' exists with another {key}: {recorded.get(key)}, not "
+                f"{settings[key]}\n"
                 "use the same options to continue it, or set another --name"
             )
     return study
@@ -133,17 +132,21 @@ def _run_free(study: optuna.Study, number: int, run: Run, num_prior: Callable[[i
         values = None
     with get_heartbeat_thread(trial._trial_id, trial.storage):
         try:
-            if free := _free(_read(study), number, num_prior):
+            free = _free(_read(study), number, num_prior)
+            if free:
+                index = free[0]
                 # Else a worker that dies before Optuna's first heartbeat holds the task forever
                 if is_heartbeat_enabled(trial.storage):
                     trial.storage.record_heartbeat(trial._trial_id)
-                trial.set_user_attr(INDEX, free[0])
-                if free[0] in _free(_read(study)[: trial.number], number, lambda _: 0):
-                    values = run(trial, free[0])
+                trial.set_user_attr(INDEX, index)
+                earlier_trials = _read(study)[: trial.number]
+                if index in _free(earlier_trials, number, lambda _: 0):
+                    values = run(trial, index)
                     state = TrialState.COMPLETE
         except exceptions.TrialPruned:
             state = TrialState.PRUNED
-        finally:  # unless another worker took it for dead, and runs the task
+        finally:
+            # Unless another worker took it for dead, and runs the task
             study.tell(trial, values, state, skip_if_finished=True)
 
 
@@ -160,15 +163,14 @@ def _read(study: optuna.Study) -> list[FrozenTrial]:
 def _free(trials: Sequence[FrozenTrial], number: int, num_prior: Callable[[int], int]) -> list[int]:
     """Return the tasks that may start, and that none of all trials has finished or is running."""
     done = _finished(trials, number)
+    running = {trial.user_attrs.get(INDEX) for trial in trials if trial.state == TrialState.RUNNING}
     first_unfinished = next(index for index in range(number + 1) if index not in done)
-    taken = done.keys() | {
-        trial.user_attrs.get(INDEX) for trial in trials if trial.state == TrialState.RUNNING
-    }
-    return [
-        index
-        for index in range(number)
-        if index not in taken and num_prior(index) <= first_unfinished
-    ]
+    free = []
+    for index in range(number):
+        is_taken = index in done or index in running
+        if not is_taken and num_prior(index) <= first_unfinished:
+            free.append(index)
+    return free
 
 
 def _finished(trials: Sequence[FrozenTrial], number: int) -> dict[int, FrozenTrial]:
@@ -205,7 +207,8 @@ def _stable() -> Iterator[None]:
 def _cannot_open(url: str, error: Exception) -> errors.UserError:
     """Return the error for a database that cannot be opened, without the URL's password."""
     cause = error.__cause__ or error
-    if isinstance(cause, ModuleNotFoundError) and (missing := extras.missing_extra(cause)):
+    missing = extras.missing_extra(cause) if isinstance(cause, ModuleNotFoundError) else None
+    if missing:
         return missing
     # Leave the password out of the message
     try:
@@ -213,7 +216,8 @@ def _cannot_open(url: str, error: Exception) -> errors.UserError:
     except exc.ArgumentError:
         shown = url
     remedy = "use an SQLAlchemy URL, such as sqlite:///study.db or postgresql://user@host/database"
-    if type(error) is exc.DatabaseError:  # the file exists, but is no database
+    # The file exists, but is no database
+    if type(error) is exc.DatabaseError:
         remedy = _IF_DAMAGED
     return errors.UserError(
         f"cannot open the storage {shown}: {errors.first_line(error)}\n{remedy}"

@@ -92,21 +92,35 @@ class Study:
             start = self._sampler.first_of_round(number)
             numbers = range(number, min(self._goal, start + TRIALS_PER_ROUND))
             layouts = [self._sampler.layout(index, self._finished[:start]) for index in numbers]
-            # Score new ones together, because they share layers
-            fresh = [layout for layout in layouts if layout.content_hash not in self._scores]
-            for layout, score in zip(fresh, self._score(fresh) if fresh else [], strict=True):
-                self._scores[layout.content_hash] = score
-            # Record the trials and call back
+            self._score_new(layouts)
+            # Record the trials and call back, which may stop the study
             for layout in layouts:
-                cost = None if self._cost is None else self._cost.of(layout)
-                score = self._scores[layout.content_hash]
-                trial = Trial(self._kind, self._seed, len(self._finished), layout, cost, score)
+                trial = self._trial(layout)
                 self._finished.append(trial)
                 for callback in callbacks:
                     callback(self, trial)
                 if len(self._finished) >= self._goal:
-                    break  # stopped
+                    break
         return self
+
+    def _score_new(self, layouts: Sequence[Layout]) -> None:
+        """Score the layouts that have no score yet together, because they share layers."""
+        new = [layout for layout in layouts if layout.content_hash not in self._scores]
+        if not new:
+            return
+        for layout, score in zip(new, self._score(new), strict=True):
+            self._scores[layout.content_hash] = score
+
+    def _trial(self, layout: Layout) -> Trial:
+        """Return the next trial, of a layout that has a score."""
+        return Trial(
+            sampler=self._kind,
+            seed=self._seed,
+            number=len(self._finished),
+            layout=layout,
+            cost=None if self._cost is None else self._cost.of(layout),
+            zero_shot=self._scores[layout.content_hash],
+        )
 
     def stop(self) -> None:
         """Stop ``optimize`` after the current trial; to be called by a callback."""
@@ -191,9 +205,8 @@ def search_layouts(
             )
 
     # Run the trials
-    study = Study(
-        space, _scorer(model, blocks, batch_size), first, sampler=sampler, seed=seed, cost=cost
-    )
+    scorer = _scorer(model, blocks, batch_size)
+    study = Study(space, scorer, first, sampler=sampler, seed=seed, cost=cost)
     return study.optimize(trials, callbacks)
 
 
@@ -209,9 +222,8 @@ def _scorer(
     def score(layouts: Sequence[Layout]) -> list[paired.PairedDifference]:
         document_nlls = zero_shot.zero_shot(model, layouts, blocks, batch_size=batch_size)
         changes = [paired.paired_difference(nll, full_attention()) for nll in document_nlls]
-        LOGGER.info(
-            f"scored {len(changes)} layouts, the best at {min(change.percent for change in changes):+.2f} %"
-        )
+        best = min(change.percent for change in changes)
+        LOGGER.info(f"scored {len(changes)} layouts, the best at {best:+.2f} %")
         return changes
 
     return score

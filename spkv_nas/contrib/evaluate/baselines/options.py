@@ -43,11 +43,12 @@ Sinks = Annotated[
 ReadingProtocol = Annotated[
     str,
     flag.Flag(
-        "exact: each query sees exactly --window recent keys. kvpress: each sees the --window keys before its chunk, "
-        "and the chunk's keys up to its own.",
-        metavar="|".join(PROTOCOLS), values=PROTOCOLS,
+        "exact: each query sees exactly --window recent keys. kvpress: each sees the --window "
+        "keys before its chunk, and the chunk's keys up to its own.",
+        metavar="|".join(PROTOCOLS),
+        values=PROTOCOLS,
     ),
-]  # fmt: skip
+]
 
 
 @dataclass(frozen=True, kw_only=True)

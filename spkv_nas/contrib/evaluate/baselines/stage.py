@@ -72,18 +72,15 @@ def run(options: BaselinesOptions, reporter: Reporter = SILENT) -> commands.Resu
     gated = _load_gated(options, measured)
     gates = None if gated is None else config_section.gate_config(gated)
     # Fix the protocol
-    window = options.window or (
-        suitable_window(measured.blocks.block_size) if gates is None else gates.window
-    )
+    usual_window = suitable_window(measured.blocks.block_size) if gates is None else gates.window
+    window = options.window or usual_window
     chunk = min(_CHUNK, window)
-    protocols = [
-        Protocol(window, sinks, chunk, options.protocol)
-        for sinks in choices.parse_sinks(options.sinks)
-    ]
-    for protocol in protocols:
-        protocol.check(
-            int(measured.blocks.boundaries.positions(measured.blocks.marked()).max()) + 1
-        )
+    longest = int(measured.blocks.boundaries.positions(measured.blocks.marked()).max()) + 1
+    protocols = []
+    for sinks in choices.parse_sinks(options.sinks):
+        protocol = Protocol(window, sinks, chunk, options.protocol)
+        protocol.check(longest)
+        protocols.append(protocol)
     # Measure the pruned model and the gated one
     methods, record = _methods(measured, choices.parse_methods(options.methods), SEED, reporter)
     measurements = _measure(
@@ -121,7 +118,8 @@ def check_prunable(model: PreTrainedModel, blocks: TokenBlocks, max_tokens: int 
     """Raise ``UserError`` unless a model is dense and the text, cut at ``max_tokens``, has two documents."""
     if config_section.gate_config(model) is not None:
         raise errors.UserError(
-            "the model has SP-KV gates, which prune keys already: give a dense model, and this one to --against"
+            "the model has SP-KV gates, which prune keys already: give a dense model, and this "
+            "one to --against"
         )
     if config_section.checkpoint_layout(model) is not None:
         raise errors.UserError(
@@ -130,11 +128,13 @@ def check_prunable(model: PreTrainedModel, blocks: TokenBlocks, max_tokens: int 
     if len(np.unique(blocks.document)) < 2:
         if max_tokens is None or blocks.tokens.size + blocks.block_size <= max_tokens:
             raise errors.UserError(
-                "the text is a single document, so no standard error can be computed: give at least two documents"
+                "the text is a single document, so no standard error can be computed: give at "
+                "least two documents"
             )
         raise errors.UserError(
-            f"--max-tokens {max_tokens} keeps {blocks.tokens.size} tokens, all of a single document, so no standard "
-            "error can be computed\ngive a larger --max-tokens"
+            f"--max-tokens {max_tokens} keeps {blocks.tokens.size} tokens, all of a single "
+            "document, so no standard error can be computed\n"
+            "give a larger --max-tokens"
         )
 
 
@@ -150,7 +150,8 @@ def _load_gated(options: BaselinesOptions, measured: Measured) -> PreTrainedMode
         )
     if options.window not in (None, gates.window):
         raise errors.UserError(
-            f"--window {options.window} differs from the window of --against, {gates.window}: they must be equal"
+            f"--window {options.window} differs from the window of --against, {gates.window}: "
+            "they must be equal"
         )
     return model
 
@@ -169,9 +170,8 @@ def _methods(
     }
     # Refuse models without a known rotation before hours of work
     if choices.EXPECTED in names:
-        methods[choices.EXPECTED] = partial(
-            expected_attention, rotation=Rotation.of(model, blocks.block_size)
-        )
+        rotation = Rotation.of(model, blocks.block_size)
+        methods[choices.EXPECTED] = partial(expected_attention, rotation=rotation)
     record = {}
     if choices.KVZAP in names:
         # Fit KVzap's networks
@@ -191,9 +191,8 @@ def _methods(
         sample = blocks.spread(max(1, _THRESHOLD_TOKENS // blocks.block_size))
 
         def rule(protocol: Protocol, density: float) -> Rule:
-            return kvzap.rule(
-                protocol, kvzap.threshold(model, sample, protocol, density, batch_size=batch_size)
-            )
+            threshold = kvzap.threshold(model, sample, protocol, density, batch_size=batch_size)
+            return kvzap.rule(protocol, threshold)
 
         methods[choices.KVZAP] = rule
     return {name: methods[name] for name in names}, record
@@ -211,18 +210,12 @@ def _measure(
     blocks = measured.blocks
     batch_size = measured.batch_size
     rows: list[tuple[str, Protocol, float | None]] = []
-    rows += [
-        (choices.STREAMING, protocol, None)
-        for protocol in protocols
-        if choices.STREAMING in methods
-    ]
+    if choices.STREAMING in methods:
+        rows += [(choices.STREAMING, protocol, None) for protocol in protocols]
     others = [name for name in methods if name != choices.STREAMING]
-    rows += [
-        (name, protocol, density)
-        for density in densities
-        for name in others
-        for protocol in protocols
-    ]
+    for density in densities:
+        for name in others:
+            rows += [(name, protocol, density) for protocol in protocols]
     with reporter.bar("evaluating pruned") as bar:
         dense = document_nll(
             model, blocks, batch_size=batch_size, progress=part_of(bar, 0, 1 + len(rows))
@@ -303,11 +296,10 @@ def show(result: NLLTable) -> None:
     grid = console.Table("method", "sinks", "density %", "NLL", "ΔNLL %", title=title)
     for row in result.rows.itertuples():
         method = f"{row.method}, tau {row.tau:g}" if row.tau == row.tau else row.method
-        difference = (
-            printing.change(row.delta_nll_percent, row.delta_nll_standard_error)
-            if row.Index
-            else "-"
-        )
+        # The first row is the dense model, from which the others differ
+        difference = "-"
+        if row.Index:
+            difference = printing.change(row.delta_nll_percent, row.delta_nll_standard_error)
         sinks = "-" if row.sinks != row.sinks else f"{row.sinks:g}"
         grid.add_row(method, sinks, f"{100 * row.density:.1f}", f"{row.nll:.4f}", difference)
     console.out.print(grid)

@@ -36,7 +36,8 @@ class TaskSamples(criterion.Criterion):
 
         if self.names is None:
             raise UserError(
-                "--margin tasks=... needs names, comma-separated lm-eval tasks, such as tasks=2:names=hellaswag,gsm8k"
+                "--margin tasks=... needs names, comma-separated lm-eval tasks, such as "
+                "tasks=2:names=hellaswag,gsm8k"
             )
         check_exist(self.include or (), "folder of tasks")
 

@@ -29,9 +29,8 @@ from spkv_nas.model import config_section, density_tracker, generation
 BATCH_SIZE = 16  # texts per batch, fewer if memory is too small
 _SHOWN = 40  # characters of an answer in an error
 
-Request = tuple[
-    Any, list[int], list[int]
-]  # lm-eval's key, tokens of the context, tokens of the continuation
+# lm-eval's key, tokens of the context, tokens of the continuation
+Request = tuple[Any, list[int], list[int]]
 Answer = tuple[float, bool]  # log-probability of the continuation, and whether it is the greedy one
 Text = tuple[int, ...]  # tokens
 Tell = Callable[[Tensor], None]
@@ -52,7 +51,8 @@ class CheckpointLM(HFLM):
         """Wrap a model and its tokenizer, which needs an end-of-text token; at most ``batch_size`` texts per batch."""
         if tokenizer.eos_token_id is None:
             raise errors.UserError(
-                "tasks need a tokenizer with an end-of-text token, which ends answers and is an empty context\n"
+                "tasks need a tokenizer with an end-of-text token, which ends answers and is an "
+                "empty context\n"
                 "set eos_token in tokenizer_config.json"
             )
         super().__init__(
@@ -62,7 +62,8 @@ class CheckpointLM(HFLM):
         self._micro_batch = memory.AdaptiveBatchSize(batch_size)
         self._watch = density_tracker.DensityTracker(model)  # which only counts if there are gates
         self._keeps_some = "logits_to_keep" in inspect.signature(type(model).forward).parameters
-        self._done = self._total = 0
+        self._done = 0
+        self._total = 0
 
     def start(self) -> None:
         """Start counting density."""
@@ -71,7 +72,8 @@ class CheckpointLM(HFLM):
 
     def stop(self) -> float:
         """Return the density since ``start``, mean over the heads, NaN for a dense model; call on all ranks."""
-        if (head_densities := self._watch.stop()) is None:
+        head_densities = self._watch.stop()
+        if head_densities is None:
             return density_tracker.layout_density(self.model)
         return float(np.nanmean(head_densities))
 
@@ -96,12 +98,10 @@ class CheckpointLM(HFLM):
         requests_of: dict[Text, list[int]] = {}
         for number, (strings, context, continuation) in enumerate(requests):
             if not 0 < len(continuation) <= self.max_length:
-                raise _bad_length(
-                    f"answer {strings[1][:_SHOWN]!r}", len(continuation), self.max_length
-                )
-            requests_of.setdefault(
-                tuple((context + continuation)[-self.max_length - 1 : -1]), []
-            ).append(number)
+                answer = f"answer {strings[1][:_SHOWN]!r}"
+                raise _bad_length(answer, len(continuation), self.max_length)
+            text = tuple((context + continuation)[-self.max_length - 1 : -1])
+            requests_of.setdefault(text, []).append(number)
         self._warn_of_truncation(
             len(context) + len(continuation) > self.max_length + 1
             for _, context, continuation in requests
@@ -131,39 +131,42 @@ class CheckpointLM(HFLM):
             tokens[row, : len(text)] = torch.tensor(text)
             real[row, : len(text)] = True
         # Compute only the last logits that some continuation needs
-        num_logits = max(
-            longest - len(text) + len(requests[index][2])
-            for text in texts
-            for index in requests_of[text]
-        )
-        options = {"logits_to_keep": num_logits} if self._keeps_some else {}
+        num_logits = 0
+        for text in texts:
+            for number in requests_of[text]:
+                _, _, continuation = requests[number]
+                num_logits = max(num_logits, longest - len(text) + len(continuation))
+        run = partial(self.model, logits_to_keep=num_logits) if self._keeps_some else self.model
         self._watch.only(real)
-        logits = self.model(input_ids=tokens.to(self.device), use_cache=False, **options).logits
+        logits = run(input_ids=tokens.to(self.device), use_cache=False).logits
         # Sum the log-probabilities of each continuation
         answers = {}
         for text, text_logits in zip(texts, logits, strict=True):
             end = len(text_logits) - (longest - len(text))
             for number in requests_of[text]:
-                continuation = torch.tensor(requests[number][2], device=text_logits.device)
-                scores = text_logits[end - len(continuation) : end].float().log_softmax(-1)
-                total = float(scores.gather(1, continuation[:, None]).sum())
+                answer = torch.tensor(requests[number][2], device=text_logits.device)
+                scores = text_logits[end - len(answer) : end].float().log_softmax(-1)
+                total = float(scores.gather(1, answer[:, None]).sum())
                 if not math.isfinite(total):
                     raise errors.UserError(generation.NOT_FINITE)
-                answers[number] = total, bool((scores.argmax(-1) == continuation).all())
+                is_greedy = bool((scores.argmax(-1) == answer).all())
+                answers[number] = (total, is_greedy)
         return answers
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
         """Generate as lm-eval does, by ``_model_generate``; warn if prompts had to be truncated."""
         # Check that prompts and answers fit into the context
-        new_tokens = [
-            normalize_gen_kwargs(request.args[1], self.max_gen_toks)["max_gen_toks"]
-            for request in requests
-        ]
-        if (max_new := max(new_tokens, default=0)) >= self.max_length:
+        new_tokens = []
+        for request in requests:
+            options = normalize_gen_kwargs(request.args[1], self.max_gen_toks)
+            new_tokens.append(options["max_gen_toks"])
+        max_new = max(new_tokens, default=0)
+        if max_new >= self.max_length:
             raise errors.UserError(
-                f"task {requests[0].task_name} generates up to {max_new} tokens, but the model's context of "
-                f"{self.max_length} tokens must hold the prompt too\n"
-                "leave the task out, or set a smaller max_gen_toks in your own YAML file of the task"
+                f"task {requests[0].task_name} generates up to {max_new} tokens, but the model's "
+                f"context of {self.max_length} tokens must hold the prompt too\n"
+                "leave the task out, or set a smaller max_gen_toks in your own YAML file of the "
+                "task"
             )
         lengths = [len(self.tok_encode(request.args[0])) for request in requests]
         if 0 in lengths:
@@ -199,7 +202,8 @@ class CheckpointLM(HFLM):
         unknown = config.update(**options)
         if unknown:
             raise errors.UserError(
-                f"the generation_kwargs of a task have options that transformers does not know: {', '.join(unknown)}"
+                "the generation_kwargs of a task have options that transformers does not know: "
+                f"{', '.join(unknown)}"
             )
         config.pad_token_id = self.tokenizer.pad_token_id
         # Generate in batches, and pad the rows to one length
@@ -213,7 +217,8 @@ class CheckpointLM(HFLM):
         self, rows: Sequence[tuple[Tensor, Tensor]], *, config: Any, stops: list[str]
     ) -> list[Tensor]:
         """Generate for one batch of (prompt, mask), both [T]; return prompts with continuations."""
-        tokens, mask = (torch.stack(tensors) for tensors in zip(*rows, strict=True))
+        tokens = torch.stack([prompt for prompt, _ in rows])
+        mask = torch.stack([prompt_mask for _, prompt_mask in rows])
         self._watch.only(mask.bool())
         ends = _Ends(self.tokenizer, stops, config.eos_token_id, tokens, self._watch.only)
         return list(
@@ -232,8 +237,8 @@ class CheckpointLM(HFLM):
         number = sum(are_cut)
         if number:
             warnings.warn(
-                f"{number} prompts do not fit, with their continuations, in the model's context of {self.max_length} "
-                "tokens: their beginnings are truncated",
+                f"{number} prompts do not fit, with their continuations, in the model's context "
+                f"of {self.max_length} tokens: their beginnings are truncated",
                 stacklevel=2,
             )
 
@@ -242,7 +247,8 @@ class CheckpointLM(HFLM):
     ) -> list[Result]:
         """Apply ``work`` to each process's share of ``items``, and gather the results; must be called on all ranks."""
         share = distributed.own_share(len(items))
-        if share.start:  # processes with the same seed would draw the same samples
+        # Processes with the same seed would draw the same samples
+        if share.start:
             torch.manual_seed(torch.initial_seed() + share.start)
         self._done = 0
         self._total = len(share)
@@ -282,7 +288,8 @@ class _Ends(StoppingCriteria):
         self._stops = stops
         self._start = prompts.shape[1]
         self._tell = tell
-        self._eos = torch.tensor([eos] if isinstance(eos, int) else eos or [], dtype=torch.long)
+        ends = [eos] if isinstance(eos, int) else eos or []
+        self._eos = torch.tensor(ends, dtype=torch.long)
         # Maximum number of tokens that a stop string spans
         self._most = 2 + max((len(stop.encode()) for stop in stops), default=0)
         self._done = torch.zeros(len(prompts), dtype=torch.bool, device=prompts.device)
@@ -290,9 +297,9 @@ class _Ends(StoppingCriteria):
     def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
         """Return bool [B], the rows of ``input_ids`` [B, T] that have ended."""
         self._done |= torch.isin(input_ids[:, -1], self._eos.to(input_ids.device))
-        new = input_ids[:, self._start :][:, -self._most :]
+        last_tokens = input_ids[:, self._start :][:, -self._most :]
         for row in (~self._done).nonzero()[:, 0].tolist():
-            text = self._tokenizer.decode(new[row])
+            text = self._tokenizer.decode(last_tokens[row])
             self._done[row] = any(stop in text for stop in self._stops)
         self._tell(~self._done[:, None])
         return self._done
@@ -301,6 +308,7 @@ class _Ends(StoppingCriteria):
 def _bad_length(text: str, num_tokens: int, most: int) -> errors.UserError:
     """Return the error for an answer or a prompt of a task without tokens, or of too many."""
     return errors.UserError(
-        f"a task has the {text} of {num_tokens} tokens; it needs at least one, and at most the model's context of "
-        f"{most}\nleave the task out, or correct its YAML file"
+        f"a task has the {text} of {num_tokens} tokens; it needs at least one, and at most the "
+        f"model's context of {most}\n"
+        "leave the task out, or correct its YAML file"
     )

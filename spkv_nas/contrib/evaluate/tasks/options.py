@@ -11,10 +11,12 @@ from spkv_nas.stages.options import CheckpointOptions
 Names = Annotated[
     list[str],
     Flag(
-        "lm-eval tasks; paper: the sixteen tasks of the SP-KV paper; stdlib_completions is built in.", metavar="TASK",
+        "lm-eval tasks; paper: the sixteen tasks of the SP-KV paper; stdlib_completions is built "
+        "in.",
+        metavar="TASK",
         argument=True,
     ),
-]  # fmt: skip
+]
 DataSets = Annotated[
     list[str] | None,
     Flag(

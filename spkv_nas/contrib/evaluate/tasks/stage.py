@@ -116,24 +116,28 @@ def score_documents(
     metric = rows[0]["metrics"][0]
     scores = {sample["doc_id"]: sample[metric] for sample in rows if sample["filter"] == first}
     # Check that a mean of these scores is what the task reports
-    is_mean = task.aggregation().get(metric, mean) is mean and task.higher_is_better().get(
-        metric, True
-    )
-    if not is_mean or not all(
+    is_mean = task.aggregation().get(metric, mean) is mean
+    is_score = task.higher_is_better().get(metric, True) and all(
         isinstance(score, int | float) and 0.0 <= score <= 1.0 for score in scores.values()
-    ):
+    )
+    if not is_mean or not is_score:
         raise errors.UserError(
-            f"task {name}: its first metric, {metric}, is no mean of scores from 0 to 1 by sample, so it allows no "
-            "verdict\nleave the task out, or choose another metric in your own YAML file of the task"
+            f"task {name}: its first metric, {metric}, is no mean of scores from 0 to 1 by "
+            "sample, so it allows no verdict\n"
+            "leave the task out, or choose another metric in your own YAML file of the task"
         )
     return [float(scores[document]) for document in documents]
 
 
 def _ask(lm: CheckpointLM, task: Task, allow_code: bool, **selection: Any) -> dict[str, Any]:
     """Return lm-eval's results of a task, whose requests have been built; ``selection`` is that of its samples."""
-    tasks = {"tasks": {task.task_name: task}}
-    options = {"confirm_run_unsafe_code": allow_code, **selection}
-    results: dict[str, Any] = evaluator.evaluate(lm, tasks, bootstrap_iters=0, **options)
+    results: dict[str, Any] = evaluator.evaluate(
+        lm,
+        {"tasks": {task.task_name: task}},
+        bootstrap_iters=0,
+        confirm_run_unsafe_code=allow_code,
+        **selection,
+    )
     return results
 
 
@@ -193,6 +197,20 @@ class Results:
     results: Sequence[TaskResult]
     against: Sequence[TaskResult] | None = None
 
+    def cells(self) -> list[tuple[str, Cell]]:
+        """Return (metric, mean over the tasks) of each metric that the name reports."""
+        others: Sequence[TaskResult | None] = self.against or [None] * len(self.results)
+        cells = []
+        for metric in self.results[0].values:
+            if self.selected.metrics and metric.partition(" (")[0] not in self.selected.metrics:
+                continue
+            tasks = [
+                _cell(metric, result, other)
+                for result, other in zip(self.results, others, strict=True)
+            ]
+            cells.append((metric, _mean(tasks, by_size=self.selected.by_size)))
+        return cells
+
 
 def tasks_table(results: Sequence[Results]) -> pd.DataFrame:
     """Return one row per metric of each name, columns of ``TASKS``, and an average over several names.
@@ -205,65 +223,61 @@ def tasks_table(results: Sequence[Results]) -> pd.DataFrame:
     firsts = []
     for result in results:
         # Average each metric over the tasks of the name
-        others: Sequence[TaskResult | None] = result.against or [None] * len(result.results)
         selected = result.selected
-        pairs = list(zip(result.results, others, strict=True))
-        cells = [
-            (metric, _mean([_cell(metric, *pair) for pair in pairs], by_size=selected.by_size))
-            for metric in result.results[0].values
-            if not selected.metrics or metric.partition(" (")[0] in selected.metrics
-        ]
+        cells = result.cells()
         rows += [(selected.name, metric, selected.num_fewshot, *cell) for metric, cell in cells]
-        if cells[0][0] not in result.results[0].wholes:
-            firsts.append(cells[0][1])
+        first_metric, first_cell = cells[0]
+        if first_metric not in result.results[0].wholes:
+            firsts.append(first_cell)
     if len(firsts) > 1:
-        rows.append(
-            (
-                f"average of {len(firsts)}",
-                "first metric of each",
-                np.nan,
-                *_mean(firsts, by_size=False),
-            )
-        )
+        average = _mean(firsts, by_size=False)
+        rows.append((f"average of {len(firsts)}", "first metric of each", np.nan, *average))
     return pd.DataFrame(rows, columns=TASKS.header)
 
 
 def _cell(metric: str, result: TaskResult, against: TaskResult | None) -> Cell:
+    """Return the columns of one task and metric, from "num_samples" on."""
     values = result.values[metric]
     aggregate = result.wholes.get(metric)
-    cell = len(values), *_spread(aggregate, values), result.density
+    cell = (len(values), *_value_and_error(aggregate, values), result.density)
     if against is None:
-        return *cell, *(np.nan,) * 4
+        nothing = (np.nan,) * 4
+        return *cell, *nothing
     others = against.values[metric]
-    return (
-        *cell,
-        _spread(aggregate, others)[0],
-        against.density,
-        *_spread(aggregate, values, others),
-    )
+    value, _ = _value_and_error(aggregate, others)
+    return *cell, value, against.density, *_value_and_error(aggregate, values, others)
 
 
-def _spread(
-    metric_function: Callable[[list[Any]], float] | None, *models: list[Any]
+def _value_and_error(
+    metric_function: Callable[[list[Any]], float] | None,
+    values: list[Any],
+    others: list[Any] | None = None,
 ) -> tuple[float, float]:
-    """Compute the value of the first model, or its difference to the second, and its standard error.
+    """Compute the value of a model, or its difference to another one, and its standard error.
 
     ``metric_function`` aggregates values by sample; None is the mean. The error of a metric that is not a mean is from
     resampling, with the same samples for both models.
     """
     # Compute the error of a mean directly
     if metric_function is None:
-        first, *others = (np.asarray(values, dtype=float) for values in models)
-        return statistics.mean_and_error(first - others[0] if others else first)
+        scores = np.asarray(values, dtype=float)
+        if others is not None:
+            scores = scores - np.asarray(others, dtype=float)
+        return statistics.mean_and_error(scores)
 
-    def aggregate(indices: Any) -> float:
-        first, *others = (float(metric_function([values[i] for i in indices])) for values in models)
-        return first - others[0] if others else first
+    def aggregate(chosen: Sequence[int]) -> float:
+        """Return the value, or the difference, over some samples."""
+        value = float(metric_function([values[index] for index in chosen]))
+        if others is not None:
+            value -= float(metric_function([others[index] for index in chosen]))
+        return value
 
-    num_samples = len(models[0])
+    num_samples = len(values)
     # Resample the samples, the same for both models
     rng = np.random.default_rng(0)
-    resampled = [aggregate(rng.integers(num_samples, size=num_samples)) for _ in range(_RESAMPLES)]
+    resampled = []
+    for _ in range(_RESAMPLES):
+        resampled.append(aggregate(rng.integers(num_samples, size=num_samples).tolist()))
     return aggregate(range(num_samples)), float(np.std(resampled, ddof=1))
 
 
@@ -271,14 +285,13 @@ def _mean(cells: Sequence[Cell], *, by_size: bool) -> Cell:
     """Return the mean of the cells of several tasks, whose samples are independent."""
     sizes, *columns = np.array(cells).T
     weights = sizes / sizes.sum() if by_size else np.full(len(cells), 1.0 / len(cells))
-    means = [
-        float(
-            np.sqrt(((weights * column) ** 2).sum())
-            if name.endswith("error")
-            else (weights * column).sum()
-        )
-        for name, column in zip(TASKS.header[-len(columns) :], columns, strict=True)
-    ]
+    means = []
+    for name, column in zip(TASKS.header[-len(columns) :], columns, strict=True):
+        weighted = weights * column
+        if name.endswith("error"):
+            means.append(float(np.sqrt((weighted**2).sum())))
+        else:
+            means.append(float(weighted.sum()))
     return int(sizes.sum()), *means
 
 
@@ -290,49 +303,60 @@ def run(options: TasksOptions, reporter: progress.Reporter = progress.SILENT) ->
     folder = options.folders.report_dir(name)
     sample_folder = options.folders.run_dir(name) / "tasks"
 
-    def answer(source: str, tau: float | None) -> tuple[list[list[TaskResult]], dict[str, Any]]:
-        """Run every task on a checkpoint, reusing finished ones; return results by requested name, and the origin."""
-        checkpoint = samples.Checkpoint.load(options, source, tau, reporter)
-        identity = checkpoint.identity(f"{checkpoint.origin['tau']} lm-eval {version('lm-eval')}")
-        tasks = [task for group in groups for task in group.tasks]
-        limits: Any = {"limit": options.limit, "allow_code": options.allow_code}
-        task_results = []
-        with checkpoint.hard(), reporter.bar("answering") as bar:
-            lm = CheckpointLM(checkpoint.model, checkpoint.tokenizer)
-            for number, task in enumerate(tasks):
-                lm.progress = progress.part_of(bar, number, len(tasks), task.task_name)
-                task_results.append(run_task(lm, task, sample_folder, identity, **limits))
-        reporter.reused(sum(result.was_kept for result in task_results), len(tasks), "tasks")
-        remaining = iter(task_results)
-        return [[next(remaining) for _ in group.tasks] for group in groups], checkpoint.origin
-
     # Run the tasks on every checkpoint
     reporter.announce("loading tasks and their data")
     with suite.code_allowed(options.allow_code):
-        names = ",".join(options.names)
-        folders = (options.include or [], options.data_sets or [])
         groups = suite.load_suite(
-            names, *folders, allow_code=options.allow_code, caution=reporter.caution
+            ",".join(options.names),
+            options.include or [],
+            options.data_sets or [],
+            allow_code=options.allow_code,
+            caution=reporter.caution,
         )
-        sources = [
-            (options.model, options.tau),
-            *([(options.against, None)] if options.against else []),
-        ]
-        by_checkpoint = [answer(*source) for source in sources]
-    results, origins = zip(*by_checkpoint, strict=True)
+        answer = partial(_answer, options, groups, sample_folder, reporter)
+        results, origin = answer(options.model, options.tau)
+        others: Sequence[list[TaskResult] | None] = [None] * len(groups)
+        other_origin = None
+        if options.against:
+            others, other_origin = answer(options.against, None)
     # Write the table with its origin
-    rows = tasks_table(
-        [Results(group, *by_model) for group, *by_model in zip(groups, *results, strict=True)]
-    )
+    by_name = zip(groups, results, others, strict=True)
+    rows = tasks_table([Results(group, first, other) for group, first, other in by_name])
     record = {
-        **origins[0],
-        "against": origins[1] if options.against else None,
+        **origin,
+        "against": other_origin,
         "tasks": [group.name for group in groups],
         "limit": options.limit,
         "environment": {"lm-eval": version("lm-eval")},
     }
     distributed.on_main(lambda: TASKS.write(folder, rows, record, reporter))
     return commands.Result(samples.SampledTable(name, rows, folder, sample_folder), show)
+
+
+def _answer(
+    options: TasksOptions,
+    groups: Sequence[suite.SelectedTasks],
+    folder: Path,
+    reporter: progress.Reporter,
+    source: str,
+    tau: float | None,
+) -> tuple[list[list[TaskResult]], dict[str, Any]]:
+    """Run every task on a checkpoint, reusing finished ones; return results by requested name, and the origin."""
+    checkpoint = samples.Checkpoint.load(options, source, tau, reporter)
+    identity = checkpoint.identity(f"{checkpoint.origin['tau']} lm-eval {version('lm-eval')}")
+    tasks = [task for group in groups for task in group.tasks]
+    results = []
+    with checkpoint.hard(), reporter.bar("answering") as bar:
+        lm = CheckpointLM(checkpoint.model, checkpoint.tokenizer)
+        for number, task in enumerate(tasks):
+            lm.progress = progress.part_of(bar, number, len(tasks), task.task_name)
+            result = run_task(
+                lm, task, folder, identity, limit=options.limit, allow_code=options.allow_code
+            )
+            results.append(result)
+    reporter.reused(sum(result.was_kept for result in results), len(tasks), "tasks")
+    remaining = iter(results)
+    return [[next(remaining) for _ in group.tasks] for group in groups], checkpoint.origin
 
 
 class TaskRounds(criterion.Rounds):
@@ -368,7 +392,8 @@ class TaskRounds(criterion.Rounds):
         lm = CheckpointLM(model, self._tokenizer)
         scores = np.empty(len(chosen))
         with suite.code_allowed(self._allow_code):
-            for task in {id(task): task for task, _ in chosen}.values():
+            tasks = {id(task): task for task, _ in chosen}
+            for task in tasks.values():
                 places = [place for place, (other, _) in enumerate(chosen) if other is task]
                 documents = [chosen[place][1] for place in places]
                 # Few-shot examples must not depend on the rounds before, which may come from files
@@ -398,28 +423,24 @@ def _in_random_order(groups: Sequence[suite.SelectedTasks], seed: int) -> list[t
 
 def show(result: samples.SampledTable) -> None:
     """Print every task by metric, with the other checkpoint if there is one."""
-    against = result.rows["against"].notna().any()
-    pair_columns = ["against", "density %", "difference"] if against else []
-    title = console.escape(result.name)
-    grid = console.Table(
-        "task", "metric", "shots", "value", "density %", *pair_columns, title=title
-    )
+    has_baseline = result.rows["against"].notna().any()
+    columns = ["task", "metric", "shots", "value", "density %"]
+    if has_baseline:
+        columns += ["against", "density %", "difference"]
+    grid = console.Table(*columns, title=console.escape(result.name))
     for row in result.rows.itertuples():
-        shots = "-" if row.num_fewshot != row.num_fewshot else f"{row.num_fewshot:g}"
-        value = samples.with_error(row.value, row.standard_error)
         cells = [
             console.escape(row.task),
             console.escape(row.metric),
-            shots,
-            value,
+            "-" if pd.isna(row.num_fewshot) else f"{row.num_fewshot:g}",
+            samples.with_error(row.value, row.standard_error),
             samples.percent(row.density),
         ]
-        if against:
-            difference = printing.change(row.difference, row.difference_standard_error)
+        if has_baseline:
             cells += [
                 samples.with_error(row.against),
                 samples.percent(row.against_density),
-                difference,
+                printing.change(row.difference, row.difference_standard_error),
             ]
         grid.add_row(*cells)
     console.out.print(grid)

@@ -8,6 +8,7 @@ import difflib
 import logging
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
@@ -27,7 +28,8 @@ from spkv_nas.base.progress import Announce, silent
 from spkv_nas.contrib.evaluate.tasks.documents import ASSETS
 
 PAPER = "paper"
-_SHOTS = {  # few-shot examples of the paper's tasks; lm-eval has none for HumanEval+
+# Few-shot examples of the paper's tasks; lm-eval has none for HumanEval+
+_SHOTS = {
     "arc_challenge": 0,
     "arc_easy": 0,
     "boolq": 0,
@@ -88,33 +90,19 @@ def load_suite(
     for folder in [*include, *data]:
         if not Path(folder).is_dir():
             raise UserError(f"folder not found: {folder}")
-    task_options: dict[str, dict[str, Any]] = {}
     # Look up the names
-    for name in (name.strip() for name in names.split(",")):
-        task_options |= (
-            {key: {"num_fewshot": shots} for key, shots in _SHOTS.items()}
-            if name == PAPER
-            else {name: {}}
-        )
+    task_options: dict[str, dict[str, Any]] = {}
+    for name in names.split(","):
+        if name.strip() == PAPER:
+            task_options |= {task: {"num_fewshot": shots} for task, shots in _SHOTS.items()}
+        else:
+            task_options[name.strip()] = {}
     index = _index(task_options, include)
     # Leave out or refuse tasks that run code
-    unsafe = [
-        name
-        for name in task_options
-        if any(entry.get("unsafe_code") for entry in _configs(index, name))
-    ]
-    if unsafe and not allow_code:
-        if set(unsafe) - (_SHOTS.keys() if PAPER in names else set()):
-            raise UserError(
-                f"{', '.join(unsafe)}: these tasks execute code that the model generates\n"
-                "leave them out, or give --allow-code in a sandbox"
-            )
-        caution(
-            f"left out {', '.join(unsafe)}: they execute code that the model generates (--allow-code)"
-        )
-        task_options = {
-            name: options for name, options in task_options.items() if name not in unsafe
-        }
+    if not allow_code:
+        may_leave_out = _SHOTS.keys() if PAPER in names else set()
+        for name in _unsafe(index, task_options, may_leave_out, caution):
+            del task_options[name]
     # Load tasks with their data, and report everything that is missing at once
     suite: list[SelectedTasks] = []
     missing = {}
@@ -126,6 +114,30 @@ def load_suite(
     if missing:
         raise _no_data(index, missing, len(task_options))
     return suite
+
+
+def _unsafe(
+    index: Index, names: Iterable[str], may_leave_out: AbstractSet[str], caution: Announce
+) -> list[str]:
+    """Return the tasks that run code which a model writes, and tell ``caution`` that they are left out.
+
+    Raises ``UserError`` if there are others than those of ``may_leave_out``.
+    """
+    unsafe = []
+    for name in names:
+        if any(config.get("unsafe_code") for config in _configs(index, name)):
+            unsafe.append(name)
+    if set(unsafe) - may_leave_out:
+        raise UserError(
+            f"{', '.join(unsafe)}: these tasks execute code that the model generates\n"
+            "leave them out, or give --allow-code in a sandbox"
+        )
+    if unsafe:
+        caution(
+            f"left out {', '.join(unsafe)}: they execute code that the model generates "
+            "(--allow-code)"
+        )
+    return unsafe
 
 
 def seed_generators(seed: int | None = None) -> None:
@@ -147,9 +159,8 @@ def quiet_libraries() -> None:
 
 def code_allowed(allowed: bool) -> AbstractContextManager[None]:
     """Let the library ``evaluate`` run code that a model writes while open, if ``allowed``."""
-    context: AbstractContextManager[None] = patch_environment(
-        **({_ALLOW_CODE: 1} if allowed else {})
-    )
+    variables = {_ALLOW_CODE: 1} if allowed else {}
+    context: AbstractContextManager[None] = patch_environment(**variables)
     return context
 
 
@@ -161,18 +172,15 @@ def _known() -> Index:
 
 def _index(names: Iterable[str], include: Sequence[str]) -> Index:
     """Return an index that has all names, or ``UserError``; this package's and the user's tasks override lm-eval's."""
-    index: Index = TaskManager(
-        include_path=[str(ASSETS), *include], include_defaults=False
-    ).task_index
+    manager = TaskManager(include_path=[str(ASSETS), *include], include_defaults=False)
+    index: Index = manager.task_index
     if not all(_is_whole(index, name) for name in names):
         index = {**_known(), **index}
     for name in names:
         if name not in index:
             similar = difflib.get_close_matches(name, [PAPER, *index], 3)
-            raise UserError(
-                f"unknown task '{name}'"
-                + (f"; similar names: {', '.join(similar)}" if similar else "")
-            )
+            hint = f"; similar names: {', '.join(similar)}" if similar else ""
+            raise UserError(f"unknown task '{name}'{hint}")
     return index
 
 
@@ -183,10 +191,10 @@ def _members(entry: Any) -> list[str]:
     members = (entry.cfg or {}).get("task")
     if not isinstance(members, list):
         return []
-    return [
-        member if isinstance(member, str) else member.get("group") or member["task"]
-        for member in members
-    ]
+    names = []
+    for member in members:
+        names.append(member if isinstance(member, str) else member.get("group") or member["task"])
+    return names
 
 
 def _is_whole(index: Index, name: str) -> bool:
@@ -197,7 +205,8 @@ def _is_whole(index: Index, name: str) -> bool:
 def _configs(index: Index, name: str) -> Iterator[Mapping[str, Any]]:
     """Yield the config of a task, or those of all tasks of a group or tag."""
     entry = index.get(name)
-    if entry is None:  # defined inline in a group
+    # Defined inline in a group
+    if entry is None:
         return
     members = _members(entry)
     for member in members:
@@ -208,11 +217,14 @@ def _configs(index: Index, name: str) -> Iterator[Mapping[str, Any]]:
 
 def _local(index: Index, name: str, folders: Sequence[str]) -> dict[str, str]:
     """Return the option that loads the local copy of a data set; for a group only if its tasks share one data set."""
-    sets = {config.get("dataset_path") for config in _configs(index, name)}
-    if len(sets) == 1 and (data_set := sets.pop()):
-        for folder in folders:
-            if (copy := Path(folder) / data_set).is_dir():
-                return {"dataset_path": str(copy.resolve())}
+    data_sets = {config.get("dataset_path") for config in _configs(index, name)}
+    data_set = data_sets.pop() if len(data_sets) == 1 else None
+    if not data_set:
+        return {}
+    for folder in folders:
+        local_copy = Path(folder) / data_set
+        if local_copy.is_dir():
+            return {"dataset_path": str(local_copy.resolve())}
     return {}
 
 
@@ -221,32 +233,43 @@ def _load(index: Index, name: str, options: dict[str, Any]) -> list[SelectedTask
     seed_generators()
     # Build the tasks of the name
     built = TaskFactory().build(index[name], overrides=options, registry=index)
-    is_group = isinstance(built, Group)
-    tasks = built.get_all_tasks() if is_group else built if isinstance(built, list) else [built]
-    # Ask without examples unless a task sets their number
+    means: list[Any] = []
+    if isinstance(built, Group):
+        tasks = built.get_all_tasks()
+        means = built.aggregate_metric_list or []
+    else:
+        tasks = built if isinstance(built, list) else [built]
     for task in tasks:
-        if task.get_config("num_fewshot") is None:
-            task.set_config(key="num_fewshot", value=0)
-        # Process documents once: lm-eval does so at every access, and would score others than it asked if it is random
-        for name_of_docs in ("test_docs", "validation_docs", "fewshot_docs"):
-            setattr(task, name_of_docs, cache(getattr(task, name_of_docs)))
-        len(task.eval_docs)
+        _prepare(task)
     # Keep the tasks of a group together if it reports a mean
-    means = (is_group and built.aggregate_metric_list) or []
     if not means:
         return [SelectedTasks(task.task_name, [task]) for task in tasks]
     metrics = tuple(mean.metric for mean in means)
     return [SelectedTasks(name, tasks, metrics, all(mean.weight_by_size for mean in means))]
 
 
+def _prepare(task: Task) -> None:
+    """Ask without examples unless the task sets their number, and read its documents once.
+
+    lm-eval processes documents at every access, and would score others than it asked if that is random.
+    """
+    if task.get_config("num_fewshot") is None:
+        task.set_config(key="num_fewshot", value=0)
+    for method in ("test_docs", "validation_docs", "fewshot_docs"):
+        setattr(task, method, cache(getattr(task, method)))
+    len(task.eval_docs)
+
+
 def _no_data(index: Index, missing: Mapping[str, OSError], number: int) -> UserError:
     """Return the error that names the missing data sets and how to download them."""
-    sets = [
-        f"{name} ({', '.join(sorted({str(config.get('dataset_path')) for config in _configs(index, name)}))})"
-        for name in missing
-    ]
+    tasks = []
+    for name in missing:
+        data_sets = {str(config.get("dataset_path")) for config in _configs(index, name)}
+        tasks.append(f"{name} ({', '.join(sorted(data_sets))})")
+    first, error = next(iter(missing.items()))
     return UserError(
-        f"no data for {len(missing)} of {number} tasks: {', '.join(sets)}\n"
-        "on a machine with network access run hf download --repo-type dataset ID --local-dir FOLDER/ID, then give "
-        f"--data-sets FOLDER\nerror for {next(iter(missing))}: {first_line(next(iter(missing.values())))}"
+        f"no data for {len(missing)} of {number} tasks: {', '.join(tasks)}\n"
+        "on a machine with network access run hf download --repo-type dataset ID --local-dir "
+        "FOLDER/ID, then give --data-sets FOLDER\n"
+        f"error for {first}: {first_line(error)}"
     )

@@ -109,9 +109,9 @@ class PalindromeRun(Measures):
         """Read the results of ``train_variant``. Raises ``UserError`` if the folder is damaged."""
         manifest.check_manifest(final)
         record = files.read_json(final / "run.json", "run record")
-        fields = {key: record[key] for key in cls.__dataclass_fields__ if key != "curve"}
         curve = tables.read_table(final / "curve.csv", "training curve", _CURVE)
-        return cls(**fields, curve=curve.reset_index(drop=True))
+        record["curve"] = curve.reset_index(drop=True)
+        return cls(**{name: record[name] for name in cls.__dataclass_fields__})
 
 
 @dataclass(frozen=True)
@@ -125,9 +125,10 @@ class PalindromeResult:
 def run(options: PalindromeOptions, reporter: Reporter = SILENT) -> Result:
     """Train every variant on the same sequences in the same order, reusing finished ones, to ``reports/<name>/``."""
     options.folders.check_writable()
-    overrides = {"steps": options.steps, "batch_size": options.batch_size, "seed": options.seed}
     settings = PalindromeSettings(
-        **{key: value for key, value in overrides.items() if value is not None}
+        steps=options.steps or STEPS,
+        batch_size=options.batch_size or BATCH_SIZE,
+        seed=options.seed or 0,
     )
     name = options.name or NAME
     device = choose_device(options.device)
@@ -142,7 +143,7 @@ def run(options: PalindromeOptions, reporter: Reporter = SILENT) -> Result:
         finished.append(train_variant(settings, variant, folder, device=device, reporter=reporter))
     # Write table, curves and figure
     rows = result_table(settings, finished)
-    curves = pd.concat([each.curve for each in finished])
+    curves = pd.concat([run.curve for run in finished])
     report = options.folders.report_dir(name)
     with replace.replacing(report) as new:
         tables.write_csv(new / "palindrome.csv", rows)
@@ -284,18 +285,19 @@ class UtilityCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Keep the mean utility of each layer in its latest pass."""
-        means = self._means = dict[int, torch.Tensor]()
-        self._watch = attention.watch_logits(
-            kwargs["model"],
-            lambda layer, logits, _: means.update({layer: logits.detach().sigmoid().mean()}),
-        )
+        means: dict[int, torch.Tensor] = {}
+
+        def keep_mean(layer: int, logits: torch.Tensor, _is_text: torch.Tensor) -> None:
+            means[layer] = logits.detach().sigmoid().mean()
+
+        self._means = means
+        self._watch = attention.watch_logits(kwargs["model"], keep_mean)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Add the mean utility to the last log entry."""
         if self._means:
-            state.log_history[-1]["mean_utility"] = float(
-                torch.stack([*self._means.values()]).mean()
-            )
+            means = torch.stack(list(self._means.values()))
+            state.log_history[-1]["mean_utility"] = float(means.mean())
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Detach from the model."""
@@ -324,10 +326,11 @@ def _arguments(settings: PalindromeSettings, folder: Path, device: str) -> Train
 
 def result_table(settings: PalindromeSettings, finished: Sequence[PalindromeRun]) -> pd.DataFrame:
     """Tabulate the variants, columns ``COLUMNS``, with density 1 of full attention and 0 of the sliding window."""
-    rows = [{**vars(each), "steps": settings.steps} for each in finished]
+    rows = [{**vars(run), "steps": settings.steps} for run in finished]
     table = pd.DataFrame(rows, columns=list(COLUMNS))
     without_gates = table["variant"].map({comparison.FULL_ATTENTION: 1.0, SLIDING_WINDOW: 0.0})
-    return table.assign(density=table["density"].fillna(without_gates))
+    table["density"] = table["density"].fillna(without_gates)
+    return table
 
 
 def _background(settings: PalindromeSettings, finished: Sequence[PalindromeRun]) -> dict[str, Any]:
@@ -339,9 +342,9 @@ def _background(settings: PalindromeSettings, finished: Sequence[PalindromeRun])
         "num_instruction_tokens": task.kinds.count("instruction"),
         "num_output_tokens": task.num_outputs,
         "chance_nll": round(task.chance_nll, 4),
-        "num_parameters": {each.variant: each.num_parameters for each in finished},
-        "density_by_token": {each.variant: each.kept for each in finished if each.kept is not None},
-        "hardware": {each.variant: each.hardware for each in finished},
+        "num_parameters": {run.variant: run.num_parameters for run in finished},
+        "density_by_token": {run.variant: run.kept for run in finished if run.kept is not None},
+        "hardware": {run.variant: run.hardware for run in finished},
         "environment": version.environment(),
     }
 

@@ -22,9 +22,10 @@ from transformers import PreTrainedModel
 from spkv_nas.model import attention, gates, modes
 
 INSTRUCTION = (
-    "now read the list of numbers above once more and write it down again in the opposite order so that the last "
-    "number comes first and the first number comes last leave none of them out and add none of your own change no "
-    "digit put a single space between every two numbers and stop as soon as the whole list has been written backwards"
+    "now read the list of numbers above once more and write it down again in the opposite order "
+    "so that the last number comes first and the first number comes last leave none of them out "
+    "and add none of your own change no digit put a single space between every two numbers and "
+    "stop as soon as the whole list has been written backwards"
 )
 NUM_VALUES = 100
 WHITESPACE = " "
@@ -129,12 +130,18 @@ def take_measures(
     # Hard gates
     with watched_gates(model, tau) as hard, modes.gate_mode(model, "hard", tau):
         hard_nll = output_nll(model, sequences, batch_size)
-    density, kinds = (
-        torch.cat(hard, 1)[1].mean(0).cpu().numpy(),
-        np.array(sequences.kinds),
-    )  # by position
-    kept = {kind: float(density[kinds == kind].mean()) for kind in KINDS}
-    return Measures(nll, hard_nll, float(torch.cat(soft, 1)[0].mean()), float(density.mean()), kept)
+    # Average the gates by position
+    utility, _ = torch.cat(soft, 1)
+    _, is_open = torch.cat(hard, 1)
+    density = is_open.mean(0).cpu().numpy()
+    kinds = np.array(sequences.kinds)
+    return Measures(
+        nll=nll,
+        hard_nll=hard_nll,
+        mean_utility=float(utility.mean()),
+        density=float(density.mean()),
+        kept={kind: float(density[kinds == kind].mean()) for kind in KINDS},
+    )
 
 
 @torch.inference_mode()
@@ -155,9 +162,8 @@ def watched_gates(model: torch.nn.Module, tau: float) -> Iterator[list[torch.Ten
 
     def add(_layer: int, logits: torch.Tensor, _is_text: torch.Tensor) -> None:
         """Add the utility logits [B, H, T] of one layer."""
-        collected.append(
-            torch.stack([logits.sigmoid(), gates.keeps(logits, tau)]).flatten(1, 2).double()
-        )
+        values = torch.stack([logits.sigmoid(), gates.keeps(logits, tau)])
+        collected.append(values.flatten(1, 2).double())
 
     with attention.watch_logits(model, add):
         yield collected

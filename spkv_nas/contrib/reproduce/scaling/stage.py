@@ -34,9 +34,9 @@ _RUNS = (
 )
 MIN_RUNS = 4
 CONFIDENCE = 0.95
-_EXPONENTS = np.geomspace(
-    1e-3, 3.0, 60
-)  # outside, the law is indistinguishable from a logarithm or a step
+# Outside, the law is indistinguishable from a logarithm or a step
+_EXPONENTS = np.geomspace(1e-3, 3.0, 60)
+_TOLERANCE = 1e-14  # relative, of the fit's parameters, errors and gradient
 
 
 @dataclass(frozen=True)
@@ -81,8 +81,9 @@ class ScalingLaw:
     def amplitude(self) -> Interval:
         """Return A, the reducible NLL at 1 FLOP, with a wide interval, as 1 FLOP is far from the runs."""
         log = self._of_sum([0.0, 1.0, np.log(self.reference)])
-        with np.errstate(over="ignore"):  # with few runs, A may be unbounded
-            return Interval(*np.exp(astuple(log)))
+        # With few runs, A may be unbounded
+        with np.errstate(over="ignore"):
+            return Interval(np.exp(log.value), np.exp(log.low), np.exp(log.high))
 
     def predict(self, compute: ArrayLike) -> Interval:
         """Predict the NLL of one more run at ``compute`` FLOPs, with an interval that includes the runs' scatter."""
@@ -116,19 +117,31 @@ def fit(compute: ArrayLike, nll: ArrayLike) -> ScalingLaw:
     """
     flops = np.asarray(compute, dtype=np.float64)
     loss = np.asarray(nll, dtype=np.float64)
-    if (number := len(np.unique(flops))) < MIN_RUNS:
+    number = len(np.unique(flops))
+    if number < MIN_RUNS:
         raise UserError(
-            f"{number} different amounts of compute; a law of three parameters needs at least {MIN_RUNS}"
+            f"{number} different amounts of compute; a law of three parameters needs at least "
+            f"{MIN_RUNS}"
         )
     # Fit from the initial parameters
     reference = float(np.exp(np.log(flops).mean()))
     x = np.log(flops / reference)
-    options = {"jac": _jacobian, "method": "lm", **dict.fromkeys(("xtol", "ftol", "gtol"), 1e-14)}
-    parameters, covariance = scipy.optimize.curve_fit(_law, x, loss, _start(x, loss), **options)
+    parameters, covariance = scipy.optimize.curve_fit(
+        _law,
+        x,
+        loss,
+        _start(x, loss),
+        jac=_jacobian,
+        method="lm",
+        xtol=_TOLERANCE,
+        ftol=_TOLERANCE,
+        gtol=_TOLERANCE,
+    )
     # Describe how well it fits
     errors = float(((_law(x, *parameters) - loss) ** 2).sum())
+    variation = float(((loss - loss.mean()) ** 2).sum())
     residual = (errors / (len(flops) - 3)) ** 0.5
-    r_squared = 1.0 - errors / float(((loss - loss.mean()) ** 2).sum())
+    r_squared = 1.0 - errors / variation
     return ScalingLaw(parameters, covariance, reference, residual, r_squared, num_runs=len(flops))
 
 
@@ -141,8 +154,10 @@ def read_runs(path: Path) -> pd.DataFrame:
     runs = tables.read_table(path, "runs", _RUNS, others=True)
     if (runs["name"] == "").all():
         runs["name"] = [str(number) for number in range(1, len(runs) + 1)]
-    runs = runs.assign(held_out=runs["held_out"] == "1", _order=pd.factorize(runs["variant"])[0])
-    return runs.sort_values(["_order", "train_flops"], ignore_index=True).drop(columns="_order")
+    variant_order, _ = pd.factorize(runs["variant"])
+    runs = runs.assign(held_out=runs["held_out"] == "1", _order=variant_order)
+    runs = runs.sort_values(["_order", "train_flops"], ignore_index=True)
+    return runs.drop(columns="_order")
 
 
 def fit_runs(runs: pd.DataFrame) -> dict[str, ScalingLaw]:
@@ -171,6 +186,8 @@ def describe_laws(runs: pd.DataFrame, laws: dict[str, ScalingLaw]) -> list[dict[
             predicted=predicted.value, low=predicted.low, high=predicted.high
         )
         errors = (100.0 * (predicted.value / rows["nll"] - 1.0)).map(partial(_plain, digits=3))
+        rounded = numbers.map(_plain)
+        described_runs = rows.assign(**rounded, error_percent=errors)
         described.append(
             {
                 "variant": variant,
@@ -178,12 +195,12 @@ def describe_laws(runs: pd.DataFrame, laws: dict[str, ScalingLaw]) -> list[dict[
                 "num_runs": law.num_runs,
                 "confidence": CONFIDENCE,
                 "parameters": {
-                    name: [_plain(end) for end in astuple(each)]
-                    for name, each in parameters.items()
+                    name: [_plain(end) for end in astuple(interval)]
+                    for name, interval in parameters.items()
                 },
                 "r_squared": _plain(law.r_squared, 8),
                 "residual": _plain(law.residual),
-                "runs": rows.assign(**numbers.map(_plain), error_percent=errors).to_dict("records"),
+                "runs": described_runs.to_dict("records"),
             }
         )
     return described
@@ -207,21 +224,22 @@ def _jacobian(
 def _start(x: arrays.Float, loss: arrays.Float) -> arrays.Float:
     """Return initial parameters of the fit: the best exponent of a grid, and the other two, linear given it."""
     # Solve for the linear parameters at each exponent
-    bases = np.stack(
-        [np.ones((len(_EXPONENTS), len(x))), np.exp(-_EXPONENTS[:, None] * x)], -1
-    )  # [exponents, n, 2]
+    powers = np.exp(-_EXPONENTS[:, None] * x)
+    bases = np.stack([np.ones_like(powers), powers], -1)  # [exponents, n, 2]
     linear = np.linalg.pinv(bases) @ loss
-    best = int(((bases @ linear[..., None] - loss[:, None]) ** 2).sum((1, 2)).argmin())
+    residuals = bases @ linear[..., None] - loss[:, None]
+    best = int((residuals**2).sum((1, 2)).argmin())
     irreducible, amplitude = linear[best]
     # Reject data without a power law
     if not amplitude > 0.0:
         raise UserError("the NLL does not fall with compute, so there is no power law to fit")
-    if best in (0, len(_EXPONENTS) - 1):
+    if best == 0:
         raise UserError(
-            "the runs show no power law: the NLL falls along a straight line in log compute or faster"
-            if best == 0
-            else "the runs show no power law: the NLL falls in one step"
+            "the runs show no power law: the NLL falls along a straight line in log compute or "
+            "faster"
         )
+    if best == len(_EXPONENTS) - 1:
+        raise UserError("the runs show no power law: the NLL falls in one step")
     return np.array([irreducible, np.log(amplitude), _EXPONENTS[best]])
 
 
@@ -271,10 +289,13 @@ def show(result: ScalingResult) -> None:
         residual = f"residual standard deviation {law['residual']:.4f}"
         console.out.print(f"R² {law['r_squared']:.5f} over {law['num_runs']} runs; {residual}")
         # Predictions of held-out runs
-        for run in filter(lambda run: run["held_out"], law["runs"]):
+        for run in law["runs"]:
+            if not run["held_out"]:
+                continue
+            interval = f"{run['low']:.4f} .. {run['high']:.4f}"
             console.out.print(
-                f"held out: {console.escape(run['name'])} predicted {run['predicted']:.4f} ({run['low']:.4f} .. "
-                f"{run['high']:.4f}), measured {run['nll']:.4f} ({run['error_percent']:+.2f} %)"
+                f"held out: {console.escape(run['name'])} predicted {run['predicted']:.4f} "
+                f"({interval}), measured {run['nll']:.4f} ({run['error_percent']:+.2f} %)"
             )
     console.print_path("scaling", result.figure or result.folder / "scaling.yaml")
 
@@ -297,9 +318,8 @@ def scaling_chart(runs: pd.DataFrame, laws: dict[str, ScalingLaw]) -> chart.Char
     for number, (variant, law) in enumerate(laws.items()):
         tone, dash = chart.SERIES[number % len(chart.SERIES)]
         interval = law.predict(flops)
-        low, high = (
-            chart.numbers(np.clip(end, floor, ceiling)) for end in (interval.low, interval.high)
-        )
+        low = chart.numbers(np.clip(interval.low, floor, ceiling))
+        high = chart.numbers(np.clip(interval.high, floor, ceiling))
         label = "" if number else f"{CONFIDENCE:.0%} interval of one run"
         marks += [
             chart.Band(compute_grid, low, high, label, tone, 0.15),
@@ -308,11 +328,16 @@ def scaling_chart(runs: pd.DataFrame, laws: dict[str, ScalingLaw]) -> chart.Char
             ),
         ]
         # Fitted and held-out runs of the variant
-        for hollow, rows in runs[runs["variant"] == variant].groupby("held_out"):
-            run_names = tuple(rows["name"].astype(str)) if len(laws) == 1 else ()
-            xy = chart.numbers(rows["train_flops"]), chart.numbers(rows["nll"])
+        for is_held_out, rows in runs[runs["variant"] == variant].groupby("held_out"):
             points.append(
-                chart.Points(*xy, names=run_names, tone=tone, size=3.8, hollow=bool(hollow))
+                chart.Points(
+                    chart.numbers(rows["train_flops"]),
+                    chart.numbers(rows["nll"]),
+                    names=tuple(rows["name"].astype(str)) if len(laws) == 1 else (),
+                    tone=tone,
+                    size=3.8,
+                    hollow=bool(is_held_out),
+                )
             )
     if runs["held_out"].any():
         points.append(

@@ -123,8 +123,9 @@ def _draw_layouts(
     layouts = list(dict.fromkeys(drawn))
     if len(layouts) < _MIN_LAYOUTS:
         raise UserError(
-            f"a regression needs at least {_MIN_LAYOUTS} distinct layouts; found {len(layouts)} with {num_global} of "
-            f"{num_heads} heads global: give another --budget, or more layouts in Python (num_layouts)"
+            f"a regression needs at least {_MIN_LAYOUTS} distinct layouts; found {len(layouts)} "
+            f"with {num_global} of {num_heads} heads global: give another --budget, or more "
+            "layouts in Python (num_layouts)"
         )
     return layouts
 
@@ -135,8 +136,8 @@ def _fit(layouts: Sequence[Layout], nll: Float) -> "Ridge":
     fit = Ridge.fit(masks, nll)
     if fit.explained < _MIN_EXPLAINED:
         warnings.warn(
-            f"a sum of head gains predicts only {max(fit.explained, 0.0):.0%} of the variance in NLL of {len(layouts)} "
-            "layouts, so these gains are unreliable: measure more layouts",
+            f"a sum of head gains predicts only {max(fit.explained, 0.0):.0%} of the variance in "
+            f"NLL of {len(layouts)} layouts, so these gains are unreliable: measure more layouts",
             stacklevel=4,
         )
     return fit

@@ -67,8 +67,8 @@ def retrieval(
     accuracy = num_correct / (hidden.blocks.num_blocks * (needle_length - 1))
     if accuracy < _MIN_ACCURACY:
         warnings.warn(
-            f"the model predicts only {accuracy:.1%} of the needle tokens: it hardly copies, so its retrieval scores "
-            "are unreliable",
+            f"the model predicts only {accuracy:.1%} of the needle tokens: it hardly copies, so "
+            "its retrieval scores are unreliable",
             stacklevel=3,
         )
     facts = {
@@ -191,8 +191,9 @@ def needles(
         or len(vocabulary) < needle_length
     ):
         raise errors.UserError(
-            f"blocks of {length} tokens with {len(vocabulary)} distinct tokens cannot hold a needle of {needle_length} "
-            f"tokens and its copy more than a window of {window} keys later\n"
+            f"blocks of {length} tokens with {len(vocabulary)} distinct tokens cannot hold a "
+            f"needle of {needle_length} tokens and its copy more than a window of {window} keys "
+            "later\n"
             "give a smaller --window, or a larger --context"
         )
     depth = rng.integers(first, deepest + 1, size=blocks.num_blocks)
