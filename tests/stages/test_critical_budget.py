@@ -304,10 +304,11 @@ class TestAuto:
         assert set(rows.loc[rows["memory"] == record["critical_budget"], "result"]) == {"passes"}
         layout = Layout.read("layouts/dense-window-costs/critical-budget.yaml")
         assert Layout.read("hybrid/layout.yaml") == layout
-        assert lines[-5].startswith(
+        assert lines[-6].startswith(
             f"dense: {layout.num_global} of 8 KV heads global, {layout.reach}"
         )
-        assert lines[-3].endswith("; passes 30 % (nll) at a risk of 5 %")
+        assert lines[-4].endswith("; passes 30 % (nll) at a risk of 5 %")
+        assert lines[-3].startswith("KL divergence 0.")
         assert Path(lines[-2].rpartition("report: ")[2]).is_file()
         # Documents that chose the layout did not judge it
         assert 0 < record["left_out"]["documents"] < 100
