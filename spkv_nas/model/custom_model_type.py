@@ -12,11 +12,14 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 
 from spkv_nas.base import errors, limits
+
+if TYPE_CHECKING:  # this module is imported while transformers imports its models
+    from transformers import PreTrainedModel
 
 CUSTOM_MODEL_TYPE = "spkv"
 _PREFIX = "SPKV"  # of class names
@@ -28,7 +31,7 @@ _DAMAGED = "the config is damaged: copy it again"
 _HINT = "said in the section spkv, because a stock class would run this model dense: load it with spkv_nas.load"
 
 # Set by ``register``, because its module imports this one
-_model_class: Callable[[type[PreTrainedModel]], type[PreTrainedModel]]
+_model_class: "Callable[[type[PreTrainedModel]], type[PreTrainedModel]]"
 # Set by ``read_for_engine``
 _prepare_for_engine: Callable[[PreTrainedConfig], None] | None = None
 
@@ -48,7 +51,7 @@ def native_class(config: PreTrainedConfig) -> type[PreTrainedConfig]:
     return kind.__bases__[0] if issubclass(kind, _Custom) else kind
 
 
-def register(model_class: Callable[[type[PreTrainedModel]], type[PreTrainedModel]]) -> None:
+def register(model_class: "Callable[[type[PreTrainedModel]], type[PreTrainedModel]]") -> None:
     """Let transformers' Auto classes load models of our type.
 
     ``model_class`` makes, from an original model class, the class that restores the content of the section.

@@ -133,3 +133,10 @@ def test_a_config_in_memory_builds_the_same_kind_of_model(tokens: Tensor) -> Non
     built = AutoModelForCausalLM.from_config(model.config)
     built.load_state_dict(model.state_dict())
     assert equal_up_to_rounding(logits(built.eval(), tokens), logits(model, tokens))
+
+
+def test_model_classes_may_be_imported_first() -> None:
+    """The model type is registered while transformers imports its models: nothing of these is imported then."""
+    program = "import spkv_nas; from transformers import PreTrainedModel"
+    completed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert completed.returncode == 0, completed.stderr
