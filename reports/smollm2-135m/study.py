@@ -1,10 +1,11 @@
-"""Compare layouts of SmolLM2-135M-Instruct at a context whose costs of windows were measured at a shorter one.
+"""Compare layouts of SmolLM2-135M-Instruct at its context, by costs of windows of that length or of a shorter one.
 
     python study.py MODEL --costs TEXT2048/select --compare TEXT8192/select --measure TEXT8192/evaluate --out OUT
 
-Costs are measured on the first documents of every domain; layouts of several kinds are compared on other documents, and
-those and a few more are measured on documents that chose nothing. Finished steps are kept in OUT. Memory is counted at
-the length at which layouts are compared and measured.
+Costs are measured on the first documents of every domain; README.md has the commands. With ``--compare``, layouts of
+several kinds are compared on these documents, and the finalists and a few others are measured on documents that chose
+nothing; without it, the costs alone choose, and all kinds are measured. Finished steps are kept in OUT. Memory is
+counted at the length at which layouts are measured.
 """
 
 import argparse
@@ -26,10 +27,16 @@ from spkv_nas.data import sources
 from spkv_nas.data.blocks import TokenBlocks, build_blocks
 from spkv_nas.evaluation import paired
 from spkv_nas.evaluation.zero_shot import zero_shot
+from spkv_nas.probing import window_costs
 from spkv_nas.probing.rivals import Rivals
 from spkv_nas.probing.sinks import choose_sinks
-from spkv_nas.probing.window_costs import window_costs
-from spkv_nas.proposal.windows import TriedWindow, one_window_layout, windows_by_costs
+from spkv_nas.proposal.windows import (
+    TriedWindow,
+    one_window_layout,
+    predicted_loss,
+    rival_layouts,
+    windows_by_costs,
+)
 
 _FEW_KEYS, _FEW_SINKS = 64, 16  # of RLKV's local heads (arXiv 2510.08525)
 _RANDOM = 2  # draws of random heads
@@ -41,13 +48,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model")
     parser.add_argument("--costs", type=Path, required=True)
-    parser.add_argument("--compare", type=Path, required=True)
+    parser.add_argument("--compare", type=Path)
     parser.add_argument("--measure", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument(
         "--memory", default="25,12.5", help="shares of full attention's KV cache, in percent"
     )
     parser.add_argument("--cost-length", type=int, default=2048)
+    parser.add_argument("--cost-documents", type=int, help="of every domain (default: --documents)")
+    parser.add_argument("--cost-draws", type=int, help="of tokens after every prefix of a document")
     parser.add_argument("--context", type=int, default=8192)
     parser.add_argument("--documents", type=int, default=2, help="of every domain, in every step")
     options = parser.parse_args()
@@ -58,10 +67,33 @@ def main() -> None:
     cost = CacheCost(
         options.context, 1, table.window or 1, head_dim, dtype="float32", sinks=table.sinks
     )
-    text = _text(loaded, options.compare, options.context, options.documents)
     percents = [float(percent) for percent in options.memory.split(",")]
+    layouts: dict[str, Layout] = {}
+    compared: dict[str, dict[str, float]] = {}
+    if options.compare is None:
+        full = cost.full(table.num_heads)
+        for percent in percents:
+            rivals = rival_layouts(table, cost, int(percent / 100.0 * full))
+            layouts |= {f"{percent:g}-{name}": layout for name, layout in rivals.items()}
+        for name, layout in layouts.items():
+            nats = predicted_loss(table, layout)
+            compared[name] = {"predicted": 100.0 * nats / float(table.metadata["nll"])}
+    else:
+        layouts, compared = _compared(loaded, percents, table, cost, options)
+    _measure(loaded, layouts, compared, cost, table, options)
+
+
+def _compared(
+    loaded: Text,
+    percents: list[float],
+    table: HeadScores,
+    cost: CacheCost,
+    options: argparse.Namespace,
+) -> tuple[dict[str, Layout], dict[str, dict[str, float]]]:
+    """Compare layouts of several kinds; return them and a few others, and the columns of the comparison."""
+    text = _text(loaded, options.compare, options.context, options.documents)
     rivals = Rivals(
-        model, text, table, cost, percents, cache=lambda part: options.out / _name(part)
+        loaded[0], text, table, cost, percents, cache=lambda part: options.out / _name(part)
     )
     layouts: dict[str, Layout] = {}
     compared: dict[str, dict[str, float]] = {}
@@ -83,7 +115,7 @@ def main() -> None:
         layouts |= {
             f"{percent:g}-{name}": layout for name, layout in _others(table, cost, percent).items()
         }
-    _measure(loaded, layouts, compared, cost, table, options)
+    return layouts, compared
 
 
 def _text(loaded: Text, folder: Path, length: int, number: int) -> TokenBlocks:
@@ -105,10 +137,15 @@ def _table(loaded: Text, options: argparse.Namespace) -> HeadScores:
     folder = options.out / "costs"
     if not folder.exists():
         start = time.monotonic()
-        blocks = _text(loaded, options.costs, options.cost_length, options.documents)
+        number = options.cost_documents or options.documents
+        blocks = _text(loaded, options.costs, options.cost_length, number)
+        if (
+            options.cost_draws is not None
+        ):  # fewer than usual: a document takes a quarter of an hour
+            window_costs.ALL_DRAWS = options.cost_draws * blocks.num_blocks
         typical = options.cost_length // 4
         sinks, _ = choose_sinks(loaded[0], blocks, typical)
-        table = window_costs(loaded[0], blocks, typical, sinks=sinks, name="smollm2")
+        table = window_costs.window_costs(loaded[0], blocks, typical, sinks=sinks, name="smollm2")
         replace(table, selected_on=blocks.text_ids).write(folder)
         print(f"costs: {time.monotonic() - start:.0f} s", flush=True)
     return HeadScores.read(folder)

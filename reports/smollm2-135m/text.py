@@ -17,11 +17,11 @@ from typing import Any
 from spkv_nas.model.checkpoint import load_tokenizer
 
 _CHARACTERS = 8  # per token, at most: enough of a text to cut it
-_USED = 2  # documents of a domain that costs are measured on: the first ones
+_USED = 2  # documents of a domain that a step of ``study.py`` takes: the first ones
 
 
 def main() -> None:
-    """Write OUT/select and OUT/evaluate, with a file for every domain."""
+    """Write OUT/select, OUT/evaluate and OUT/costs, with a file for every domain."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model")
     parser.add_argument("folder", type=Path)
@@ -33,6 +33,9 @@ def main() -> None:
     parser.add_argument(
         "--evaluate", type=int, required=True, help="documents of a domain that are measured"
     )
+    parser.add_argument(
+        "--costs", type=int, default=0, help="documents after the first of these, for costs alone"
+    )
     parser.add_argument("--without", type=Path, help="folder of another text")
     options = parser.parse_args()
     tokenizer = load_tokenizer(options.model)
@@ -42,15 +45,22 @@ def main() -> None:
         random.Random(0).shuffle(rows)
         cut = _cut(rows, tokenizer, options.length)
         kept = [row for row, _ in zip(cut, range(options.select + options.evaluate), strict=False)]
-        parts = {"evaluate": kept[: options.evaluate], "select": kept[options.evaluate :]}
-        for name, drawn in parts.items():
-            part = [row for row in drawn if row["id"] not in used]
+        unused = [row for row in kept if row["id"] not in used]
+        measured = {row["id"] for row in kept[: options.evaluate]}
+        others = [row for row in unused if row["id"] not in measured]
+        end = _USED + options.costs
+        parts = {
+            "evaluate": [row for row in unused if row["id"] in measured],
+            "select": others[:_USED] + others[end:],
+            "costs": others[_USED:end],
+        }
+        for name, part in parts.items():
             if part:
                 (options.out / name).mkdir(parents=True, exist_ok=True)
                 (options.out / name / file.name).write_text(
                     "".join(f"{json.dumps(row)}\n" for row in part)
                 )
-        print(file.stem, {name: len(drawn) for name, drawn in parts.items()})
+        print(file.stem, {name: len(part) for name, part in parts.items()})
 
 
 def _rows(file: Path) -> list[dict[str, Any]]:
