@@ -117,10 +117,8 @@ def measure_head_gates(
     stages: Stages, level: str, vocabulary: int, length: int, device: str, steps: int
 ) -> dict[str, float | str]:
     """Learn head gates on a frozen model in bfloat16."""
-    model, blocks = (
-        random_model(level, vocabulary, length, torch.bfloat16, device),
-        random_text(vocabulary, 8, length),
-    )
+    model = random_model(level, vocabulary, length, torch.bfloat16, device)
+    blocks = random_text(vocabulary, 8, length)
 
     def learn(number: int) -> None:
         head_gates(model, blocks, WINDOW, sinks=0, budget=BUDGET, steps=number)
@@ -136,10 +134,8 @@ def measure_probe(
     stages: Stages, level: str, vocabulary: int, length: int, device: str
 ) -> dict[str, float | str]:
     """Measure densities of random gates."""
-    model, blocks = (
-        random_model(level, vocabulary, length, torch.bfloat16, device),
-        random_text(vocabulary, 8, length),
-    )
+    model = random_model(level, vocabulary, length, torch.bfloat16, device)
+    blocks = random_text(vocabulary, 8, length)
     attach_gates(model, GateConfig(window=WINDOW, bias=0.0), seed=0)
 
     def measure() -> None:
@@ -241,12 +237,10 @@ def main() -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--out", type=Path, help="JSON file for the results")
     options = parser.parse_args()
-    level, vocabulary, length, device = (
-        options.level,
-        options.vocabulary,
-        options.block_size,
-        options.device,
-    )
+    level = options.level
+    vocabulary = options.vocabulary
+    length = options.block_size
+    device = options.device
     with torch.device("meta"):
         config = AutoConfig.for_model(**find_level(level).config(), vocab_size=vocabulary)
         size = model_size(AutoModelForCausalLM.from_config(config))

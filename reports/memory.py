@@ -81,10 +81,8 @@ def make(
         num_key_value_heads=kv_heads,
         max_position_embeddings=4096,
     )
-    model, tokenizer = (
-        AutoModelForCausalLM.from_config(config),
-        train_bpe(["a text of few words"] * 3, 260),
-    )
+    model = AutoModelForCausalLM.from_config(config)
+    tokenizer = train_bpe(["a text of few words"] * 3, 260)
     save(model, tokenizer, folder / "dense")
     save(model.bfloat16(), tokenizer, folder / "dense-bfloat16")
     model.float()
@@ -182,9 +180,8 @@ def measure(stage: str, folder: Path, size: str, length: int) -> None:
     """Print the peak bytes of a stage above those in use after the same stage on the tiny model."""
     from spkv_nas.cli import main
 
-    shutil.rmtree(
-        folder / "runs", ignore_errors=True
-    )  # otherwise finished training would be reused
+    # Otherwise finished training would be reused
+    shutil.rmtree(folder / "runs", ignore_errors=True)
     main(command(stage, folder, "tiny", length))
     base = status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # reset the peak
@@ -231,10 +228,8 @@ def main(stages: Sequence[str]) -> None:
                     result = subprocess.run(
                         arguments, env=env, stdout=subprocess.PIPE, text=True, check=True
                     )
-                    peak, prediction = (
-                        int(result.stdout.split()[-1]),
-                        predicted(stage, folder, size, length),
-                    )
+                    peak = int(result.stdout.split()[-1])
+                    prediction = predicted(stage, folder, size, length)
                     memory = f"{peak / 1e6:.0f} | {prediction / 1e6:.0f} | {prediction / peak:.2f}"
                     print(f"| {stage} | {size} | {length:,} | {memory} |", flush=True)
 

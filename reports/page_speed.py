@@ -27,11 +27,12 @@ from spkv_nas.proposal.propose import propose
 from spkv_nas.report.inputs import ReportInputs
 from spkv_nas.report.page import write_report
 
+# Layers, KV heads, domains, layouts scored
 SIZES = (
     (32, 8, 4, 0),
     (32, 8, 4, 250),
     (80, 8, 9, 250),
-)  # layers, KV heads, domains, layouts scored
+)
 STEPS = """async ([name, values, rest]) => {
   const slider = document.getElementById("explorer-" + name);
   for (const value of values) {

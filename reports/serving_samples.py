@@ -15,9 +15,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-Rates = dict[
-    str, dict[str, list[list[float]]]
-]  # (prefill, decode) in tokens per second by configuration and cell
+# (prefill, decode) in tokens per second by configuration and cell
+Rates = dict[str, dict[str, list[list[float]]]]
 
 
 @dataclass(frozen=True)

@@ -37,10 +37,9 @@ from unittest.mock import patch
 
 from serving_samples import Sample, Samples, report
 
-PAIRS, ONE_HEAD = (
-    0,
-    1,
-)  # heads of a unit; 0: one part for the global and one for the local heads of a layer
+# Heads of a unit; 0: one part for the global and one for the local heads of a layer
+PAIRS = 0
+ONE_HEAD = 1
 WARM_UP = (64, 1)  # context and batch of a first, untimed sample
 MARK = "sample: "  # begins the lines of a process that are samples
 
@@ -253,9 +252,8 @@ def process(request: dict[str, Any]) -> None:
                 print(f"{MARK}{json.dumps({'cell': name, 'rates': rates})}", flush=True)
 
 
-Sampler = Callable[
-    [list[list[int]]], "tuple[float, float] | None"
-]  # tokens per second of prefill and decoding
+# Tokens per second of prefill and decoding
+Sampler = Callable[[list[list[int]]], "tuple[float, float] | None"]
 
 
 def vllm_sampler(request: dict[str, Any]) -> tuple[Sampler, int]:

@@ -38,17 +38,17 @@ ROOT = Path(__file__).resolve().parent
 SCORES = ROOT / "stdlib-21x3" / "verdict-scores.npz"
 RISK, RUNS, BATCH = 0.05, 10_000, 200
 NLL_SHARE, POINTS = 0.01, 0.02  # margins of NLL and of RULER
+# Margins of the others
 MARGINS = {
     "longppl": 0.05,
     "tasks": 0.02,
     "agreement": 0.05,
     "acceptance": 0.1,
-}  # margins of the others
+}
 LAYOUTS, SAMPLES = ("head-gates", "densest"), 240
 HEAVY, TAILS = "log-normal lengths", "t losses"
-Draw = Callable[
-    [np.random.Generator, int, int], Float
-]  # generator, runs, samples -> gains over the margin
+# Generator, runs, samples -> gains over the margin
+Draw = Callable[[np.random.Generator, int, int], Float]
 
 
 @dataclass(frozen=True)

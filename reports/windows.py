@@ -154,11 +154,9 @@ def draw_losses(by_memory: pd.DataFrame, by_position: pd.DataFrame, path: Path) 
     labels = {"rule": "head gates, window 128"}
     for name, mark in marks.items():
         rows = by_memory[by_memory["windows"] == name].sort_values("memory")
-        share, loss, error = (
-            100 * rows["share_of_cache"],
-            rows["delta_nll_percent"],
-            rows["standard_error"],
-        )
+        share = 100 * rows["share_of_cache"]
+        loss = rows["delta_nll_percent"]
+        error = rows["standard_error"]
         upper.errorbar(share, loss, error, fmt=mark, label=labels.get(name, name), **options)
     upper.set_yscale("symlog", linthresh=0.3, linscale=1.5)
     upper.set_yticks([0, 0.1, 0.2, 0.3, 1, 3], ["0", "0.1", "0.2", "0.3", "1", "3"])

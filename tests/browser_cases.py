@@ -56,9 +56,8 @@ def open_file(browser: Any) -> Iterator[Any]:
             ),
         )
         page.goto(file.as_uri() + state)
-        page.wait_for_selector(
-            "[data-explorer][hidden]", state="detached"
-        )  # until the explorer has its tables
+        # Until the explorer has its tables
+        page.wait_for_selector("[data-explorer][hidden]", state="detached")
         return page
 
     yield opened

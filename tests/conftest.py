@@ -12,15 +12,15 @@ import pytest
 
 if gc.isenabled():
     gc.disable()  # until all tests are collected: nothing that imports create is garbage
-gc.set_threshold(
-    50_000
-)  # from 700: objects die by reference counting, and each collection looks at much
+# From 700: objects die by reference counting, and each collection looks at much
+gc.set_threshold(50_000)
 sys.dont_write_bytecode = False  # every process that a test starts would compile the package again
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+# Tiny weights need no threads to be read
 os.environ |= {
     "HF_HUB_OFFLINE": "1",
     "HF_DEACTIVATE_ASYNC_LOAD": "1",
-}  # tiny weights need no threads to be read
+}
 NUM_FROZEN = pytest.StashKey[int]()  # modules that garbage collections leave out
 
 

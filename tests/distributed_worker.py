@@ -57,10 +57,11 @@ VARIANTS: dict[str, dict[str, Any]] = {  # what to train, and keys of the recipe
     "distilled-adapters": {"lora": {"rank": 2}, "branch": {"distill": {}}},
     "distilled-gates": {"gates": {"training": "frozen-model"}, "branch": {"distill": {}}},
 }
+# In one mode alone
 ONLY = {
     "ddp": ("hybrid", "target", "sampled"),
     "fsdp": ("one-layer", "distilled-gates"),
-}  # in one mode alone
+}
 RUNS = {
     mode: tuple(name for name in VARIANTS if name not in ONLY[other])
     for mode, other in (("ddp", "fsdp"), ("fsdp", "ddp"))
@@ -195,10 +196,8 @@ def with_fsdp(recipe: Recipe, corpus: Corpus, folder: Path) -> None:
 
 
 # Operators whose results the host waits for, and methods of tensors that copy to it
-READS, COPIES = (
-    ("_local_scalar_dense", "nonzero", "equal", "allclose", "unique", "masked_select"),
-    ("cpu", "tolist"),
-)
+READS = ("_local_scalar_dense", "nonzero", "equal", "allclose", "unique", "masked_select")
+COPIES = ("cpu", "tolist")
 
 
 class Reads(TorchDispatchMode):

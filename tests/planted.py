@@ -68,9 +68,8 @@ def plant(model: Qwen2ForCausalLM, bos: int, bias: float) -> None:
     model.model.embed_tokens.weight[bos, 0] = _ACTIVATION
     for layer in model.model.layers:
         attention, scale = layer.self_attn, float(layer.input_layernorm.weight[0])
-        normed = math.sqrt(model.config.hidden_size) * (
-            scale if abs(scale) > 0.05 else 0.05
-        )  # BOS after RMSNorm
+        # BOS after RMSNorm
+        normed = math.sqrt(model.config.hidden_size) * (scale if abs(scale) > 0.05 else 0.05)
         pair = size // 2 - 1  # slowest rotary pair
         for projection in (attention.q_proj, attention.k_proj, attention.v_proj):
             projection.bias.zero_()

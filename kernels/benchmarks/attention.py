@@ -294,10 +294,8 @@ def cuda_cases() -> Iterator[Case]:
             yield Case(f"soft fwd+bwd, {where}", shape, kind="soft", must=bar, against="cuDNN")
             for kind in GATE_SETS if query_heads == 32 else GATE_SETS[:1]:
                 for density in DENSITIES:
-                    name, must = (
-                        f"hard fwd+bwd, {where}, {density:.2f}, {kind}",
-                        hard.get(length, {}).get(density),
-                    )
+                    name = f"hard fwd+bwd, {where}, {density:.2f}, {kind}"
+                    must = hard.get(length, {}).get(density)
                     yield Case(name, shape, kind=kind, density=density, must=must, against="cuDNN")
     # A layer of windows alone: the time per token must not grow with the length
     for length in (8192, 32768):

@@ -48,11 +48,12 @@ _MODES = {  # of kernels that do not have all
     "decode_combine": ("none", "sinks"),
     "append": ("none",),
 }
+# Launched with Triton's default warps and stages
 _UNCONFIGURED = {
     "bwd_sink_sum",
     "decode_combine",
     "append",
-}  # launched with Triton's default warps and stages
+}
 MODES = {
     "none": common.NONE.value,
     "soft": common.SOFT.value,
@@ -60,10 +61,11 @@ MODES = {
     "sinks": common.NONE.value,
 }
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+# Bytes per block, CUDA C++ programming guide, "compute capabilities"
 SHARED_LIMIT = {
     80: 163 * 1024,
     90: 227 * 1024,
-}  # bytes per block, CUDA C++ programming guide, "compute capabilities"
+}
 _POINTERS = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32"}
 _FLOAT32 = {
     "gate",

@@ -77,9 +77,8 @@ def _extend(
     stop = start + num_tokens
     # Gather the ring, and append the new keys: [N, w + stop, D]
     rows = _owners(q, cache) * scale
-    ring_offset = torch.arange(
-        -window, 0, device=device
-    )  # position relative to the first new token
+    # Position relative to the first new token
+    ring_offset = torch.arange(-window, 0, device=device)
     slot = ((cache.seq_lens[:, None] + ring_offset) % window)[:, None]  # [B, 1, w]
     row = slot[..., None].expand(-1, heads, -1, size)
     keys = torch.cat([cache.ring_k.gather(2, row), k[:, :, :stop]], 2).flatten(0, 1).to(rows.dtype)

@@ -95,9 +95,8 @@ class PagedState:
         self.block_table = torch.full((*shape, 4), -1, dtype=torch.int64, **on)
         self.page_owner = torch.empty(0, dtype=torch.int64, **on)
         self.page_block = torch.empty(0, dtype=torch.int64, **on)
-        self._free = torch.empty(
-            0, dtype=torch.int64, **on
-        )  # stack of free pages, of size ``_num_free``
+        # Stack of free pages, of size ``_num_free``
+        self._free = torch.empty(0, dtype=torch.int64, **on)
         self._num_free = 0
         self._blocks = torch.zeros_like(self.lengths)  # pages of each head, including reserved ones
         self._reserved_appends = 0  # number of appends whose pages are allocated
@@ -254,9 +253,8 @@ class PagedState:
         leaves = (appends_before < num_tokens) & (
             appends_before >= self.window - self.seq_lens[:, None]
         )
-        future_tokens = max(
-            0, num_tokens - self.window
-        )  # may be appended and leave again, all kept
+        # May be appended and leave again, all kept
+        future_tokens = max(0, num_tokens - self.window)
         self._take_pages((self.ring_keep & leaves[:, None]).sum(-1) + future_tokens)
         self._reserved_appends = num_tokens
 

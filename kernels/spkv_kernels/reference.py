@@ -62,9 +62,8 @@ def _bias(
     device = starts.device
     position = torch.arange(starts.shape[1], device=device)
     age = position[:, None] - position[None, :]
-    after_start = (position - starts[:, :, None])[
-        :, None
-    ]  # [B or 1, 1, T, T], negative for earlier documents
+    # [B or 1, 1, T, T], negative for earlier documents
+    after_start = (position - starts[:, :, None])[:, None]
     limit, num_sinks = (
         torch.tensor(x, device=device)[None, :, None, None]
         for x in (windows, sinks or (0,) * len(windows))

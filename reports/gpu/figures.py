@@ -115,9 +115,8 @@ class Bar(NamedTuple):
     what: str
     last: str  # last measured, on an H100 at commit 827e6ca
     bar: str
-    measure: Callable[
-        [Figures], float
-    ]  # from all figures; raises ``LookupError`` if it was not measured
+    # From all figures; raises ``LookupError`` if it was not measured
+    measure: Callable[[Figures], float]
     unit: str = ""
 
 

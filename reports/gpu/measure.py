@@ -83,9 +83,8 @@ class Results:
         content = json.loads(self.file.read_text()) if self.file.is_file() else {}
         self.machine: dict[str, str] = content.get("machine", {})
         self.steps: dict[str, dict[str, Any]] = content.get("steps", {})
-        self.training_steps: int | None = content.get(
-            "training_steps"
-        )  # chosen once: recipes name them
+        # Chosen once: recipes name them
+        self.training_steps: int | None = content.get("training_steps")
 
     @property
     def figures(self) -> Figures:
@@ -203,11 +202,12 @@ def run(step: Step, settings: Settings, seconds: float) -> dict[str, Any]:
     return record
 
 
+# Whose output has a line for each figure
 READ_UNFINISHED = (
     "kernels-speed",
     "kernels-tests",
     "eight-b",
-)  # whose output has a line for each figure
+)
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:

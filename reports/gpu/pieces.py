@@ -389,9 +389,8 @@ def one_in_four(settings: Settings) -> list[str]:
 
 def judged(settings: Settings, when: str, candidates: list[str]) -> Iterator[Step]:
     """Yield verdicts on NLL and recall, and on needles, of layouts or retrained checkpoints against the dense model."""
-    length = (
-        settings.context - 192
-    )  # of a needle's question: the answer and the template need the rest
+    # Of a needle's question: the answer and the template need the rest
+    length = settings.context - 192
     questions, tokens = 128, 128 * settings.context
     if settings.rehearses:
         length, questions, tokens = REHEARSED_NEEDLE, 4, 8 * settings.context

@@ -37,10 +37,11 @@ CHARACTERS = 60_000  # of a document that are read, so that no book fills a part
 PART_CHARACTERS = 600_000  # of a domain in a part
 LENGTH = 2048
 PASSAGE = 64  # tokens of a passage that occurs twice
+# Position of the second occurrence, by distance from the first
 SECOND = {
     "700": 1890,
     "1900": 1970,
-}  # position of the second occurrence, by distance from the first
+}
 CACHE = Path("runs/study")
 Tokens = NDArray[np.int64]
 
@@ -179,9 +180,8 @@ def table_rows(
     """Yield the rows of a kind: NLL, change from full attention and from the first layout, in %, errors by document."""
     model, tokenizer = spkv_nas.load(options.model)
     documents = stretches(options.text / "evaluate.jsonl", tokenizer)
-    layouts = (
-        {} if kind == "unseen" else layouts
-    )  # what the passages cost a model that did not see them before
+    # What the passages cost a model that did not see them before
+    layouts = {} if kind == "unseen" else layouts
     shares, every = cache_shares(model, layouts, LENGTH), {"full attention": None, **layouts}
     # Compute all layouts' losses round by round, so that an interrupted run has the same blocks of each
     for rounds in range(1, options.rounds + 1):

@@ -139,9 +139,8 @@ def _table(loaded: Text, options: argparse.Namespace) -> HeadScores:
         start = time.monotonic()
         number = options.cost_documents or options.documents
         blocks = _text(loaded, options.costs, options.cost_length, number)
-        if (
-            options.cost_draws is not None
-        ):  # fewer than usual: a document takes a quarter of an hour
+        # Fewer than usual: a document takes a quarter of an hour
+        if options.cost_draws is not None:
             window_costs.ALL_DRAWS = options.cost_draws * blocks.num_blocks
         typical = options.cost_length // 4
         sinks, _ = choose_sinks(loaded[0], blocks, typical)

@@ -136,11 +136,9 @@ def measurement(subject: Subject, job: Job) -> Measurement | None:
 
 def choose(subject: Subject, job: Job) -> Layout | None:
     """Return the layout of a job; None if its signal has not been measured."""
-    heads, window, needed = (
-        subject.heads(job.budget),
-        subject.plan.window,
-        measurement(subject, job),
-    )
+    heads = subject.heads(job.budget)
+    window = subject.plan.window
+    needed = measurement(subject, job)
     if needed is not None:
         if not needed.row.exists():
             return None

@@ -27,6 +27,7 @@ from spkv_nas.proposal.budget import parse_budget
 from spkv_nas.training.branches import BranchContext
 from spkv_nas.training.variants import Variant
 
+# For every reference
 _DECIDES = {
     "window",
     "tau",
@@ -37,7 +38,7 @@ _DECIDES = {
     "precision",
     "steps",
     "heal",
-}  # for every reference
+}
 _START_OVER = "give another --results, or remove that folder to start over"
 
 

@@ -20,10 +20,11 @@ from spkv_nas.evaluation.separators import MAX_PACKING_COST, SeparatorReport
 from spkv_nas.evaluation.zero_shot import zero_shot
 from spkv_nas.model.model_shape import config_shape, vocabulary_size
 
+# Names of the layout of the highest scores, and of layouts to compare with
 CHOSEN, RANDOM = (
     "densest",
     "random-",
-)  # names of the layout of the highest scores, and of layouts to compare with
+)
 _SIGNIFICANT = 2.0  # standard errors
 _MIN_GAIN = 0.1  # percent of NLL
 _MAX_CONTROL_GAIN = 2.0  # percent of NLL
@@ -102,9 +103,8 @@ class Circumstances:
 
 def packing_warning(separator: SeparatorReport, blocks: TokenBlocks) -> str | None:
     """Return a warning if documents that share blocks cost the model more than 1 % of NLL; else None."""
-    share = float(
-        (blocks.document != blocks.document[:, :1]).mean()
-    )  # of tokens with another document before them
+    # Of tokens with another document before them
+    share = float((blocks.document != blocks.document[:, :1]).mean())
     return (
         f"warning: {about_packing(separator)}"
         if share * separator.packing_cost > MAX_PACKING_COST

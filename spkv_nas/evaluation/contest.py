@@ -43,9 +43,8 @@ class Entrant:
 
     name: str
     layout: Layout
-    predicted: float = (
-        math.nan
-    )  # loss in nats per token by the costs of windows; NaN: none is known
+    # Loss in nats per token by the costs of windows; NaN: none is known
+    predicted: float = math.nan
 
 
 @dataclass(frozen=True)
@@ -53,9 +52,8 @@ class Contest:
     """The entrants of a contest and the one to recommend."""
 
     best: TriedLayout
-    ranked: tuple[
-        TriedLayout, ...
-    ]  # those that were measured on the most text first, of these the best first
+    # Those that were measured on the most text first, of these the best first
+    ranked: tuple[TriedLayout, ...]
     passes: float  # cost in forward passes over the text
 
     def record(self) -> dict[str, Any]:
@@ -116,7 +114,7 @@ def run_contest(
 
 @dataclass
 class _Course:
-    """What a contest has measured so far: NLL sums by name, None for full attention, and what they cost."""
+    """Hold what a contest has measured so far: NLL sums by name (None: full attention), and what they cost."""
 
     model: PreTrainedModel
     blocks: TokenBlocks
@@ -243,9 +241,8 @@ def _recommended(
     def equals_best(tried: TriedLayout) -> bool:
         difference = _difference(tried, best, sums)
         allowed = _EQUAL * difference.standard_error
-        is_predicted_worse = (
-            tried.predicted - best.predicted > allowed
-        )  # False where one has no prediction
+        # False where one has no prediction
+        is_predicted_worse = tried.predicted - best.predicted > allowed
         return difference.percent <= allowed and not is_predicted_worse
 
     equals = [tried for tried in finalists if tried is best or equals_best(tried)]

@@ -165,9 +165,8 @@ def _last_logits(
     model: PreTrainedModel, inputs: dict[str, torch.Tensor], number: int
 ) -> torch.Tensor:
     """Return the logits [B, number, V] by which a model predicts the last ``number`` tokens of its inputs [B, T]."""
-    model_shape.check_tokens(
-        model, int(inputs["input_ids"].max())
-    )  # a dense model of a larger vocabulary wrote them
+    # A dense model of a larger vocabulary wrote them
+    model_shape.check_tokens(model, int(inputs["input_ids"].max()))
     is_possible = "logits_to_keep" in inspect.signature(type(model).forward).parameters
     only = {"logits_to_keep": number + 1} if is_possible else {}
     inputs = {name: values.to(input_device(model)) for name, values in inputs.items()}

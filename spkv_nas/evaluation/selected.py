@@ -19,10 +19,11 @@ from spkv_nas.base.tables import Column, read_table
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.data.blocks import TokenBlocks
 
+# Tables of layouts, and the commands that write them
 _TABLES = {
     "search": "search",
     "zero-shot": "score",
-}  # tables of layouts, and the commands that write them
+}
 
 
 class _Record(schema.Recorded):

@@ -47,7 +47,6 @@ def parse_taus(text: str) -> list[float]:
     logits = np.linspace(
         math.log(first / (1.0 - first)), math.log(last / (1.0 - last)), TAU_POINTS
     )[1:-1]
-    between = (
-        round(1.0 / (1.0 + math.exp(-logit)), 6) for logit in logits
-    )  # six digits, as in the CSV
+    # Six digits, as in the CSV
+    between = (round(1.0 / (1.0 + math.exp(-logit)), 6) for logit in logits)
     return [first, *between, last]

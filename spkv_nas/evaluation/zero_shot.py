@@ -488,22 +488,19 @@ class _Resumable:
     def __init__(self, model: PreTrainedModel, boundaries: Boundaries) -> None:
         self._model = model
         self._boundaries = boundaries
-        paths = [
-            name.rsplit(".", 2) for name in attention_layers(model)
-        ]  # list of layers, index, attention module
+        # List of layers, index, attention module
+        paths = [name.rsplit(".", 2) for name in attention_layers(model)]
         stack = (
             model.get_submodule(paths[0][0])
             if len({tuple(path[:-2]) for path in paths}) == 1
             else None
         )
         self._layers = list(stack) if isinstance(stack, torch.nn.ModuleList) else []
-        self._depth = (
-            [int(path[1]) for path in paths] if self._layers else []
-        )  # decoder layer of each attention layer
+        # Decoder layer of each attention layer
+        self._depth = [int(path[1]) for path in paths] if self._layers else []
         self._first = 0  # layer that the pass starts at
-        self._resume_depths: set[int] = (
-            set()
-        )  # depths whose hidden states are kept for later passes
+        # Depths whose hidden states are kept for later passes
+        self._resume_depths: set[int] = set()
         self._kept: dict[
             int, torch.Tensor
         ] = {}  # hidden states [B, T, C] that enter a layer, by depth

@@ -231,7 +231,7 @@ class CacheLayer(Protocol):
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """What the attention function computes with besides queries, keys and values, as the pre-hook passes it on."""
+    """Hold what attention depends on besides queries, keys and values; the pre-hook passes it on."""
 
     state: LayerState  # state of the layer, or of the layer whose keys it reads
     is_reader: bool = False  # whether it reads the keys of another layer

@@ -187,7 +187,7 @@ def numbers(values: Iterable[float], scale: float = 1.0) -> Numbers:
 
 @dataclass(frozen=True)
 class Style:
-    """How a group of points looks, and its name in the legend."""
+    """Describe how a group of points looks, with its name in the legend."""
 
     label: str
     shape: Shape = "circle"

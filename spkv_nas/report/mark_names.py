@@ -45,7 +45,7 @@ class _Place:
 
 @dataclass(frozen=True)
 class _Room:
-    """What is already drawn in axes."""
+    """Hold what is already drawn in axes."""
 
     inside: Bbox  # frame of the axes
     occupied: list[Bbox]  # boxes that names must not cover: marks and names

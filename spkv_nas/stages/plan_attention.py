@@ -32,7 +32,7 @@ class AttentionCosts:
 
 @dataclass(frozen=True)
 class _Costing:
-    """What the costs of all rows are computed for."""
+    """Hold what the costs of all rows are computed for."""
 
     subject: SizedModel
     context: int  # tokens in the cache

@@ -255,9 +255,8 @@ def test_damaged_file_beside_the_table_is_named(tmp_path: Path, name: str, conte
     probed()[0].write(tmp_path)
     (tmp_path / name).write_text(content)
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", UserWarning
-        )  # a table that has changed is also warned about
+        # A table that has changed is also warned about
+        warnings.simplefilter("ignore", UserWarning)
         with pytest.raises(UserError, match=name):
             HeadScores.read(tmp_path)
 

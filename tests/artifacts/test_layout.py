@@ -215,9 +215,8 @@ def test_file_is_readable_and_keeps_its_key_order(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("strategy", ["null", "a: b", "#x", "é", "two words", "1.5"])
 def test_any_strategy_name_survives_the_file(tmp_path: Path, strategy: str) -> None:
-    shared = {
-        "text": strategy
-    }  # given twice: YAML would write an alias, which the strict reader refuses
+    # Given twice: YAML would write an alias, which the strict reader refuses
+    shared = {"text": strategy}
     layout = Layout(("G",), 1, strategy, {"a": shared, "b": shared, "c": 1e-9})
     layout.write(tmp_path / "x.yaml")
     assert Layout.read(tmp_path / "x.yaml") == layout

@@ -91,9 +91,8 @@ def test_scores_are_shares() -> None:
         1.0,
         False,
     )
-    retrieval = measure(
-        [[0.0001, 0.04]], "retrieval", None
-    )  # on a scale to 1 nothing would be seen
+    # On a scale to 1 nothing would be seen
+    retrieval = measure([[0.0001, 0.04]], "retrieval", None)
     assert retrieval.scale.fraction(0.04) == 1.0
     assert [retrieval.scale.text(value) for value in retrieval.scale.ticks] == ["0", "0.6", "4.0"]
 

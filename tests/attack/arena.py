@@ -136,13 +136,11 @@ class Arena:
     def __init__(
         self, folder: Path, library: Path, *, percent: float, seed: int, only: int | None = None
     ) -> None:
-        self.folder, self.library, self.percent, self.seed, self.only = (
-            folder,
-            library,
-            percent,
-            seed,
-            only,
-        )
+        self.folder = folder
+        self.library = library
+        self.percent = percent
+        self.seed = seed
+        self.only = only
         self.ground = folder / "ground"
         self._number = 0
         self._states: dict[str, Path] = {}

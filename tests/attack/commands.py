@@ -14,11 +14,10 @@ from helpers import RECIPE, write_project
 from sampled_cases import write_model
 
 ATTACK_RECIPE = RECIPE.replace("branch: {steps: 8", "branch: {steps: 12")
-DENSE_STEPS, SOFT_STEPS, STEPS = (
-    6,
-    9,
-    12,
-)  # of the dense model, and of a branch with soft gates and in all
+# Of the dense model, and of a branch with soft gates and in all
+DENSE_STEPS = 6
+SOFT_STEPS = 9
+STEPS = 12
 ABLATIONS = """\
 name: tiny-ablations
 recipe: recipe.yaml
@@ -65,10 +64,8 @@ class Command:
         return words if self.name == "export" else [*words, "--workspace", "w"]
 
 
-_RECIPE, _PROPOSE = (
-    "project/recipe.yaml",
-    ("propose", "--probe", "tiny", "--num-random", "1", "--budget"),
-)
+_RECIPE = "project/recipe.yaml"
+_PROPOSE = ("propose", "--probe", "tiny", "--num-random", "1", "--budget")
 _SEARCH = ("--max-tokens", "1280", "--budget", "2")
 _EFFORT = ("--trials", "12", "--retrain", "1")
 _AUTO = ("--out", "out", "--context", "64", "--margin", "nll=40%", "--memory", "40%,80%")

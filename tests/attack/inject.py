@@ -18,10 +18,8 @@ def shrink_palindrome() -> None:
     """Reduce held-out sequences, which dominate a short comparison's time, and write checkpoints in its few steps."""
     from spkv_nas.contrib.reproduce.palindrome import stage
 
-    names, initialise = (
-        list(stage.PalindromeSettings.__dataclass_fields__),
-        stage.PalindromeSettings.__init__,
-    )
+    names = list(stage.PalindromeSettings.__dataclass_fields__)
+    initialise = stage.PalindromeSettings.__init__
     index = names.index("num_heldout")
     values = initialise.__defaults__ or ()
     initialise.__defaults__ = (*values[:index], 16, *values[index + 1 :])

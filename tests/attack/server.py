@@ -71,14 +71,12 @@ def child(job: dict[str, Any]) -> None:
         from spkv_nas.cli import main
         from spkv_nas.contrib.search import storage
 
-        storage.HEARTBEAT, storage.GRACE = (
-            1,
-            4,
-        )  # seconds: workers are killed, and the next one waits for that long
+        # Seconds: workers are killed, and the next one waits for that long
+        storage.HEARTBEAT = 1
+        storage.GRACE = 4
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.signal(
-            signal.SIGHUP, signal.SIG_DFL
-        )  # ignored if the attack runs by nohup, and then by commands, too
+        # Ignored if the attack runs by nohup, and then by commands, too
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
         main(job["arguments"])
         code = 0
     except SystemExit as done:
@@ -143,9 +141,8 @@ def main() -> None:
     inject.shrink_palindrome()
     faults = ctypes.CDLL(None)
     faults.faults_operations.restype = faults.faults_bytes.restype = ctypes.c_long
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # of a terminal: the session ends this process by ending its input
+    # Of a terminal: the session ends this process by ending its input
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     actions = {"start": start, "wait": wait, "load": load}
     print(json.dumps(load([])), file=answers, flush=True)
     for line in sys.stdin:

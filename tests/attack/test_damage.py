@@ -141,10 +141,11 @@ CASES = {
     ),
 }
 
+# Whose first round ``python -m spkv_nas`` reads
 OWN_PROCESS = (
     "dense checkpoint",
     "probe, proposed from",
-)  # whose first round ``python -m spkv_nas`` reads
+)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -216,10 +217,8 @@ def hurt(file: Path, cut: bool, random: Random) -> str:
         return f"cut to {length} of {len(content)} bytes"
     name = re.search(rb"\nstrategy: .*", content)
     renamed = range(*name.span()) if name else range(0)
-    position, bit = (
-        random.choice([i for i in range(len(content)) if i not in renamed]),
-        random.randrange(8),
-    )
+    position = random.choice([i for i in range(len(content)) if i not in renamed])
+    bit = random.randrange(8)
     content[position] ^= 1 << bit
     file.write_bytes(content)
     return f"bit {bit} of byte {position} of {len(content)} flipped"

@@ -39,13 +39,10 @@ def test_signals(
             round_.note("rounds")
             arena.reset(command.start)
             seconds, events = round_.random.uniform(0.02, expected.run.seconds), 0
-            if (
-                command.trains and round_.number % 2 == 0
-            ):  # in the midst of training, which is a small part of the time
-                seconds, events = (
-                    round_.random.uniform(0.0, 0.01),
-                    1 + round_.spread(len(expected.run.steps), 2),
-                )
+            # In the midst of training, which is a small part of the time
+            if command.trains and round_.number % 2 == 0:
+                seconds = round_.random.uniform(0.0, 0.01)
+                events = 1 + round_.spread(len(expected.run.steps), 2)
             story = f"{number.name} {seconds:.3f} s after {f'event {events} of training' if events else 'the start'}"
             run = arena.hit(command, number, seconds, events=events)
             look(round_, run, number, expected, story)
@@ -71,9 +68,8 @@ def test_signal_to_a_separate_process(
 def look(round_: Round, run: Run, number: signal.Signals, expected: Expected, story: str) -> None:
     """Check how the command ended: its exit code, its messages, its files."""
     if run.status == 0 or (run.status == -number and run.out == expected.run.out):
-        round_.note(
-            "too late"
-        )  # in the second case, too, all was done: the interpreter was about to end
+        # In the second case, too, all was done: the interpreter was about to end
+        round_.note("too late")
         return
     usual = expected.run.err.splitlines()
     messages = [

@@ -69,9 +69,8 @@ def test_every_writer_is_seen(arena: Arena, tmp_path: Path) -> None:
     done, log = write_all(arena, tmp_path / "place")
     assert done.stdout.split() == [], done.stderr
     seen = {(operation.what, operation.path) for operation in read_operations(log)}
-    names = {
-        "safetensors": next(name for _, name in seen if name.startswith(".tmp"))
-    }  # then renamed by a raw system call
+    # Then renamed by a raw system call
+    names = {"safetensors": next(name for _, name in seen if name.startswith(".tmp"))}
     assert {("open", names.get(name, name)) for name in FILES} <= seen
     assert {("write", names.get(name, name)) for name in FILES - {"copy"}} <= seen
     assert {("write", "copy"), ("copy", "copy")} & seen

@@ -204,7 +204,6 @@ def test_every_package_of_an_extra_is_known() -> None:
         extra: {name for name in names[extra] if not name.startswith("spkv-nas")}
         for extra in EXTRAS
     }
-    assert external == {
-        extra: set(packages) - {"markupsafe"} for extra, packages in EXTRAS.items()
-    }  # it comes with jinja2
+    # It comes with jinja2
+    assert external == {extra: set(packages) - {"markupsafe"} for extra, packages in EXTRAS.items()}
     assert declared["all"] == ["spkv-nas[gguf,lora,postgresql,search,tasks,tensorboard]"]

@@ -51,9 +51,8 @@ class TestLadder:
                 float(row["steps"]), abs=501
             ), name
             assert branch["final_learning_rate"] == 0.01
-            if (
-                name == "llama-3-8b"
-            ):  # the table's warm-up is rounded to 2k, its FLOPs are 3.4 % more
+            # The table's warm-up is rounded to 2k, its FLOPs are 3.4 % more
+            if name == "llama-3-8b":
                 assert dense["warmup_steps"] == 1664
                 assert level.train_flops == pytest.approx(float(row["train_flops"]), rel=0.04)
             else:
@@ -107,9 +106,8 @@ class TestRecipe:
         )
         assert (branch.batch_size, branch.learning_rate, branch.warmup_steps) == (256, 8.66e-4, 0)
         assert (branch.steps, branch.final_learning_rate) == (10041, 0.01)
-        assert (
-            Recipe.model_validate(recipe.model_dump()) == recipe
-        )  # what results record is a recipe again
+        # What results record is a recipe again
+        assert Recipe.model_validate(recipe.model_dump()) == recipe
 
     def test_each_key_can_be_overridden(self, tmp_path: Path) -> None:
         """Steps follow the batch and block sizes, so that the number of tokens does not change."""

@@ -236,9 +236,8 @@ class TestStages:
             return (memory.weights + memory.learning) / number
 
         assert fixed(1) == 18
-        assert (
-            fixed(1, micro_batch_size=8) == 18 - 4 * size.without_embeddings / number
-        )  # as activations go
+        # As activations go
+        assert fixed(1, micro_batch_size=8) == 18 - 4 * size.without_embeddings / number
         assert fixed(1, bfloat16=False) == 16
         assert fixed(8) == 22
         assert 2 < fixed(8, sharded=True) < 2.5

@@ -58,9 +58,8 @@ class TestOwnContext:
 class TestFarShare:
     def test_counts_tokens_in_the_farther_half(self) -> None:
         assert far_share([100], 100) == 0.5
-        assert (
-            far_share([250], 100) == 100 / 250
-        )  # two whole sequences, and 50 tokens that see less than half
+        # Two whole sequences, and 50 tokens that see less than half
+        assert far_share([250], 100) == 100 / 250
         assert far_share([30, 70], 100) == 20 / 100
         assert far_share([], 100) == 0.0
 

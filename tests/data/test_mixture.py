@@ -57,10 +57,8 @@ class TestMixture:
 
     @pytest.mark.parametrize("share", [0.017, 0.5, 1.0])
     def test_samples_are_used_once_and_text_repeats(self, share: float) -> None:
-        mixture, order = (
-            Mixture.drawn(share, num_text=10, seed=3),
-            BlockOrder(mixed_order, 10, 3, 10),
-        )
+        mixture = Mixture.drawn(share, num_text=10, seed=3)
+        order = BlockOrder(mixed_order, 10, 3, 10)
         places = [mixture.at(position) for position in range(1000)]
         synthetic = [number for is_synthetic, number in places if is_synthetic]
         text = [order.at(number) for is_synthetic, number in places if not is_synthetic]

@@ -28,12 +28,13 @@ from spkv_nas.data.ruler.words import all_words
 
 NEEDLES = [task for task in TASKS if task.startswith("niah")]
 LENGTHS = (512, 1024, 4096, 32768)
+# Most tokens of a unit, where above 10
 LARGE = {
     "niah_multikey_2": 40,
     "niah_multikey_3": 100,
     "qa_1": 60,
     "qa_2": 60,
-}  # most tokens of a unit, where above 10
+}
 
 
 @pytest.fixture(scope="module")

@@ -39,9 +39,8 @@ from spkv_nas.training.corpus import BlockDataset
 
 SIZE, WINDOW = 32, 4
 WORDS = ["alpha", "beta", "gamma", "delta"]
-TEXTS = [
-    " ".join(np.resize(WORDS, 1 + i * 7 % 12)) + f" {i}" for i in range(24)
-]  # of 5 to 30 tokens
+# Of 5 to 30 tokens
+TEXTS = [" ".join(np.resize(WORDS, 1 + i * 7 % 12)) + f" {i}" for i in range(24)]
 IN_TEXT = "Ġgamma"  # token that most texts contain, here also after each of them
 LAYOUT = Layout(("GL", "LG", "LL", "GL"), WINDOW, sinks=1)
 SEPARATE: dict[str, Any] = {"documents": "separate"}
@@ -258,10 +257,8 @@ def test_attention_is_that_of_documents_alone(
     )
     beyond = [each for each in alone if each.block_size > WINDOW + 8]
     reports = [measure_sinks(model, each, WINDOW) for each in beyond]
-    weights, found = (
-        [each.block_size - WINDOW - 8 for each in beyond],
-        measure_sinks(model, blocks, WINDOW),
-    )
+    weights = [each.block_size - WINDOW - 8 for each in beyond]
+    found = measure_sinks(model, blocks, WINDOW)
     assert found.mass == pytest.approx(
         np.average([each.mass for each in reports], 0, weights), rel=1e-4
     )

@@ -147,9 +147,8 @@ def test_joined_documents_score_all_their_tokens(
     if "bos" in separator:
         is_opening[:, :-1] = np.diff(blocks.document, axis=1) != 0
         is_last = blocks.document[:-1, -1] != blocks.document[1:, 1]
-        is_opening[:-1, -1] |= is_last & (
-            blocks.tokens[:-1, -1] == 1
-        )  # a block that ends with its document
+        # A block that ends with its document
+        is_opening[:-1, -1] |= is_last & (blocks.tokens[:-1, -1] == 1)
         is_opening[-1, -1] |= bool(blocks.begins_text()[-1, -1])
     scored = ~is_opening[:, 1:]
     nll = spkv_nas.evaluate(model, blocks).nll

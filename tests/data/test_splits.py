@@ -226,10 +226,11 @@ class TestBlocks:
 
     def test_every_token_has_its_document(self, tiny_tokenizer: object) -> None:
         blocks = build_blocks(self.documents("abc", "de", "fgh"), tiny_tokenizer, 4)  # type: ignore[arg-type]
+        # With separators; "de" fills no block
         assert blocks.document.tolist() == [
             [0, 0, 0, 0],
             [2, 2, 2, 2],
-        ]  # with separators; "de" fills no block
+        ]
         assert blocks.domains == ("d0", "d1")
         short = build_blocks(self.documents("ab", "cd", "abcdef", "ef"), tiny_tokenizer, 4)  # type: ignore[arg-type]
         assert short.document.tolist() == [[0, 0, 0, 1], [2, 2, 2, 2], [1, 1, 2, 2]]

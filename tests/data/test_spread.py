@@ -236,9 +236,8 @@ class TestTexts:
         folder = cache_split(config, bytes_tokenizer(), tmp_path / "cache", tmp_path)
         files = [path.name for path in folder.glob("heldout-*")]
         assert files == [f"heldout-{RULE}-6400-64.npz"]
-        (folder / files[0]).rename(
-            folder / "heldout-6400.npz"
-        )  # the name that the older rule gave it
+        # The name that the older rule gave it
+        (folder / files[0]).rename(folder / "heldout-6400.npz")
         cache_split(config, bytes_tokenizer(), tmp_path / "cache", tmp_path)
         assert (folder / files[0]).is_file()
 

@@ -25,9 +25,10 @@ GIB = 2**30
 LAYERS = ServedCache(
     (21, 1), 64, "bfloat16", window=128, context=32768, page_size=128, in_flight=2048
 )
+# 10 requests
 COST = EngineCost(
     32768, 10, 128, 64, "bfloat16", serving=Serving(VLLM, page_size=128, in_flight=2048)
-)  # 10 requests
+)
 GRIDS = ((21, 3), (32, 8), (36, 8))
 
 
@@ -85,9 +86,8 @@ class TestVllm:
         self, num_global: int
     ) -> None:
         plan, with_sink = (VLLM.plan(replace(LAYERS, sinks=sinks), num_global) for sinks in (0, 1))
-        groups = {0: 1, 7: 2, 9: 1, 21: 0}[
-            num_global
-        ]  # 21, 14, 12 and no local layers in groups of 21, 7, 12
+        # 21, 14, 12 and no local layers in groups of 21, 7, 12
+        groups = {0: 1, 7: 2, 9: 1, 21: 0}[num_global]
         assert with_sink.request_bytes - plan.request_bytes == groups * with_sink.page_bytes
 
     def test_short_contexts_favour_full_attention(self) -> None:
@@ -101,9 +101,8 @@ class TestSeveralWindows:
     windows = ((128, 1024, None), (128, 1024, None), (128, 1024, 4096)) * 2
     windows = (*windows, (None, None, 4096))
     cache = replace(LAYERS, grid=(7, 3))
-    local_pages = (
-        2 * (17 + 1) + 2 * (24 + 1) + (48 + 1)
-    )  # of 2,175, 3,071 and 6,143 tokens, and one a group
+    # Of 2,175, 3,071 and 6,143 tokens, and one a group
+    local_pages = 2 * (17 + 1) + 2 * (24 + 1) + (48 + 1)
 
     def test_every_window_has_groups_of_its_own(self) -> None:
         """Units of one head: groups of 3, as many as there are heads with the rarest window."""
@@ -246,9 +245,8 @@ def cases() -> Iterator[Case]:
             yield Case(cache, by_kind, 40 * GIB + 12345)
             yield Case(replace(cache, sinks=1), by_kind, 40 * GIB)
             yield Case(replace(cache, sinks=1, page_size=128), units, 40 * GIB)
-        for heads in range(
-            num_kv_heads + 1
-        ):  # the same number in every layer, and in every other one
+        # The same number in every layer, and in every other one
+        for heads in range(num_kv_heads + 1):
             row, local = (None,) * heads + (128,) * (num_kv_heads - heads), (128,) * num_kv_heads
             yield Case(cache, count_parts([row] * num_layers, 0), 40 * GIB)
             yield Case(

@@ -144,9 +144,8 @@ def test_any_wrong_answer_is_rarer_than_the_risk(
         first = None if run % 2 else 5
         ruled_out = range(run % 3 * 9)
         p = np.where(is_true, random.random(number) ** 8, draw(random, kind, number))
-        others = (
-            random.random(number) ** 8
-        )  # p-values of the other answer, which is right where the wanted one is not
+        # p-values of the other answer, which is right where the wanted one is not
+        others = random.random(number) ** 8
 
         def test(
             position: int, level: float, p: np.ndarray = p, others: np.ndarray = others

@@ -55,9 +55,8 @@ class TestNLL:
         model = tiny_model(vocab_size=300)
         blocks.tokens[0, 5] = 299
         model.model.embed_tokens.weight.data[299] = math.nan
-        with pytest.raises(
-            UserError, match="the NLL of 2 of 12 documents"
-        ):  # and the next, in the same block
+        # And the next, in the same block
+        with pytest.raises(UserError, match="the NLL of 2 of 12 documents"):
             document_nll(model, blocks)
 
     def test_of_layouts(self, blocks: TokenBlocks, tmp_path: Path) -> None:
@@ -106,9 +105,8 @@ def test_signals(signal: str, blocks: TokenBlocks) -> None:
     options: dict[str, Any] = {"window": 4, "steps": 2 if signal in learns else None}
     with pytest.raises(UserError, match=message):
         measure_signal(signal, model, blocks, sinks=0, **options)
-    with pytest.raises(
-        UserError, match="the model's attention is not finite"
-    ):  # when its sinks are measured
+    # When its sinks are measured
+    with pytest.raises(UserError, match="the model's attention is not finite"):
         measure_signal(signal, model, blocks, **options)
 
 

@@ -19,9 +19,8 @@ from spkv_nas.evaluation.paired import (
     write_documents,
 )
 
-OLD_DEMO = np.array(
-    [26_000, 24_000, 3_500, 3_000, 2_500, 1_500, 1_400, 1_300, 1_100, 700, 408]
-)  # tokens by document
+# Tokens by document
+OLD_DEMO = np.array([26_000, 24_000, 3_500, 3_000, 2_500, 1_500, 1_400, 1_300, 1_100, 700, 408])
 
 
 def documents(rng: np.random.Generator, number: int, spread: float) -> DocumentNLL:
@@ -92,9 +91,8 @@ def test_a_95_percent_interval_has_its_coverage(sizes: np.ndarray, low: float, h
 
 def test_critical_errors() -> None:
     assert critical_errors(math.nan) == critical_errors(20.0) == 2.0
-    assert critical_errors(4.0) == pytest.approx(
-        3.182, abs=1e-3
-    )  # Student's t with 3 degrees of freedom
+    # Student's t with 3 degrees of freedom
+    assert critical_errors(4.0) == pytest.approx(3.182, abs=1e-3)
     assert critical_errors(1.0) == math.inf
 
 

@@ -32,12 +32,13 @@ from spkv_nas.stages.verdict import VerdictResult, document
 from spkv_nas.stages.verdict import run as verdict
 from spkv_nas.training.recipe import Recipe
 
+# Documents of each folder
 TEXTS = {
     "a": range(12),
     "b": range(8, 20),
     "c": range(18, 30),
     "d": range(30, 42),
-}  # documents of each folder
+}
 
 
 @pytest.fixture(scope="module")
@@ -212,10 +213,8 @@ class History:
         self.files = sorted(Path("layouts").rglob("*.yaml"))
 
     def score(self) -> None:
-        files, text = (
-            self.random.sample(self.files, min(3, len(self.files))),
-            self.random.choice([*TEXTS]),
-        )
+        files = self.random.sample(self.files, min(3, len(self.files)))
+        text = self.random.choice([*TEXTS])
         score(ScoreOptions(layouts=files, model="dense", data=[text], context="32"))
         for file in files:
             self.of_layout[Layout.read(file).content].update(TEXTS[text])
@@ -260,10 +259,8 @@ class History:
 
     def check(self) -> None:
         """Compare what a verdict leaves out with the list."""
-        file, texts = (
-            self.random.choice(self.files),
-            self.random.sample([*TEXTS], self.random.randint(1, 2)),
-        )
+        file = self.random.choice(self.files)
+        texts = self.random.sample([*TEXTS], self.random.randint(1, 2))
         documents = {number for text in texts for number in TEXTS[text]}
         expected = documents & self.of_layout[Layout.read(file).content]
         assert left_out(file, data=texts) == (None if expected == documents else len(expected))

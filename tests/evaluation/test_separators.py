@@ -63,10 +63,8 @@ def trained(
     tokenizer: PreTrainedTokenizerBase, separator: str, *, is_alone: bool = False
 ) -> PreTrainedModel:
     """Train a tiny model on documents with a separator, packed or each alone."""
-    limits, rng = (
-        boundaries(tokenizer, separator, separator in ("bos", "eos+bos"), _LENGTH),
-        np.random.default_rng(1),
-    )
+    limits = boundaries(tokenizer, separator, separator in ("bos", "eos+bos"), _LENGTH)
+    rng = np.random.default_rng(1)
     model = tiny_model(vocab_size=300, num_hidden_layers=2).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=6e-3)
     for _ in range(_STEPS):

@@ -196,9 +196,8 @@ class TestCommand:
             "separators.json",
         }
         help_text = " ".join((NLL.run.__doc__ or "").split())
-        assert (
-            "The tokens of --data are kept in runs/NAME/blocks/" in help_text
-        )  # it once promised to write nothing
+        # It once promised to write nothing
+        assert "The tokens of --data are kept in runs/NAME/blocks/" in help_text
 
     @pytest.mark.parametrize("kind", ["dense", "hybrid"])
     def test_a_model_without_gates(

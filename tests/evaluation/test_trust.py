@@ -43,9 +43,8 @@ from spkv_nas.stages.record import trust, unknown_trust
 
 GAINS = np.array([[0.040, 0.001], [0.020, 0.0], [-0.001, 0.010], [0.030, 0.002]])
 ERRORS = np.full((4, 2), 0.002)
-LEFT = (
-    0.6 + 0.1 * np.arange(8).reshape(4, 2) / 8
-)  # densities that have nothing to do with the gains
+# Densities that have nothing to do with the gains
+LEFT = 0.6 + 0.1 * np.arange(8).reshape(4, 2) / 8
 
 
 def gains(values: object = GAINS, errors: object = ERRORS) -> Gains:

@@ -98,9 +98,8 @@ class TestScores:
         for layout, score in zip(LAYOUTS, scores[1:-1], strict=True):
             assert agree(score, by_hand(model, layout, blocks))
         assert agree(scores[0], scores[-1])
-        assert scores[0].total == pytest.approx(
-            by_hand(model, None, blocks).total, rel=1e-6
-        )  # PyTorch's own attention
+        # PyTorch's own attention
+        assert scores[0].total == pytest.approx(by_hand(model, None, blocks).total, rel=1e-6)
         # Of 14, a layout of each window and None come twice; every other layer of Gemma 3 keeps its native window
         assert len({score.mean for score in scores}) == (7 if family == "gemma3_text" else 11)
         assert agree(document_nll(model, blocks), before)

@@ -43,9 +43,8 @@ def places(text: str, source: str, rng: Random) -> list[dict[str, Any]]:
     result = []
     for word in WORD.finditer(text, BEFORE):
         context = text[word.start() - BEFORE : word.start()]
-        words = [
-            one for one in WORD.finditer(context, 1) if not keyword.iskeyword(one[0])
-        ]  # the first may be cut
+        # The first may be cut
+        words = [one for one in WORD.finditer(context, 1) if not keyword.iskeyword(one[0])]
         last = {one[0]: one.end() for one in words}
         names = sorted(name for name, end in last.items() if end <= BEFORE - NEAR)
         if word[0] in names and len(names) > 3:

@@ -21,11 +21,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 ROOT = Path(__file__).parents[2]
 DENSE = ROOT / "spkv_nas" / "assets" / "stdlib-21x3" / "dense"
 SHORT, STRIDE = 96, 40
+# Of the package, which no model has read
 FILES = (
     "proposal/coverage.py",
     "data/batches.py",
     "artifacts/shape.py",
-)  # of the package, which no model has read
+)
 MAX_CHARACTERS = 1800  # characters, about 500 tokens
 
 

@@ -21,9 +21,8 @@ class Model:
 
     heads: int
     window: int
-    tokens: list[list[tuple[Tensor, Tensor]]] = field(
-        default_factory=list
-    )  # (k [Hkv, D], keep [Hkv]) by position
+    # (k [Hkv, D], keep [Hkv]) by position
+    tokens: list[list[tuple[Tensor, Tensor]]] = field(default_factory=list)
 
     def expected(self, sequence: int, head: int) -> Tensor:
         tokens = self.tokens[sequence]

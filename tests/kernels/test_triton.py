@@ -147,13 +147,14 @@ class TestTorch:
     def test_is_a_well_formed_operator(self, gate: str) -> None:
         tensors = self.leaves(gate)
         keep = tensors["keep"].to(DEVICE) if tensors["keep"] is not None else None
+        # Registers it
         run(
             inputs((1, 1, 1, 4, 8), "none"),
             torch.float32,
             device=DEVICE,
             window=2,
             backend="triton",
-        )  # registers it
+        )
         window = torch.tensor([9], dtype=torch.int32, device=DEVICE)
         arguments = (
             tensors["q"],

@@ -106,10 +106,8 @@ class TestAppend:
         actual, expected = (
             PagedKVCache(2, 11, 250, window=2, page_size=2, device=DEVICE) for _ in range(2)
         )
-        k, v = (
-            normal(2, 4, 11, 250).transpose(1, 2),
-            normal(250, 2, 11, 4, seed=1).permute(1, 2, 3, 0),
-        )
+        k = normal(2, 4, 11, 250).transpose(1, 2)
+        v = normal(250, 2, 11, 4, seed=1).permute(1, 2, 3, 0)
         keep = (normal(2, 4, 11) > 0).transpose(1, 2)
         for i in range(4):
             actual.append(k[:, :, i], v[:, :, i], keep[:, :, i], backend="triton")

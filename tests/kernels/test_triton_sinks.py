@@ -93,9 +93,10 @@ def test_is_a_well_formed_operator(gate: str) -> None:
         name: x.to(DEVICE, torch.float32).requires_grad_() if x is not None else None
         for name, x in with_sink_logits(inputs((1, 2, 1, 40, 16), gate)).items()
     }
+    # Registers it
     attention(
         *(torch.zeros(1, 1, 2, 8, device=DEVICE) for _ in range(3)), window=2, backend="triton"
-    )  # registers it
+    )
     window, sinks = (torch.tensor([n], dtype=torch.int32, device=DEVICE) for n in (9, 3))
     arguments = (
         tensors["q"],

@@ -193,9 +193,8 @@ def test_a_compiled_hybrid_computes_the_same(family: str, tokens: Tensor) -> Non
     model = tiny_model(family, head_dim=8)
     apply_layout(model, Layout(("GL", "LL", "GG", "LG"), 6, sinks=2))
     torch._dynamo.reset()
-    compiled = torch.compile(
-        model, backend="eager", fullgraph=True
-    )  # in one piece without packed documents
+    # In one piece without packed documents
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
     expected = model(input_ids=tokens, use_cache=False).logits
     assert torch.allclose(compiled(input_ids=tokens, use_cache=False).logits, expected, atol=1e-5)
 

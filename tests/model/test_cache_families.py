@@ -238,9 +238,8 @@ def test_layers_that_share_keys_are_one_choice(
     cache = SPKVCache(model)
     with torch.no_grad():
         model(input_ids=prompts(), past_key_values=cache)
-    assert (
-        cache.full_attention_bytes == 2 * 20 * 2 * 4 * 2 * 8 * 4
-    )  # sequences, tokens, K and V, layers, heads, size
+    # Sequences, tokens, K and V, layers, heads, size
+    assert cache.full_attention_bytes == 2 * 20 * 2 * 4 * 2 * 8 * 4
     layout = Layout(("GL",) * 4, 3)
     with attach.restored(model):
         apply_layout(model, layout)

@@ -286,10 +286,9 @@ class TestDocuments:
     def test_families_that_pass_states_on(self, family: str) -> None:
         """Their documents saw each other: commands refused them, and calls did not."""
         options = {**FAMILIES, **SLOW}[family]
-        model, ids = (
-            hybrid(family, dtype=torch.float32, **options),
-            tokens(),
-        )  # experts have no products in float64
+        # Experts have no products in float64
+        model = hybrid(family, dtype=torch.float32, **options)
+        ids = tokens()
         for inputs in ({"position_ids": RESTARTING}, {"cu_seq_lens_q": ENDS}, {"seq_idx": INDEX}):
             with pytest.raises(
                 UserError, match=f"{type(model).__name__} cannot keep packed documents apart"

@@ -267,9 +267,8 @@ def test_sizes_of_a_cache_that_the_model_replaces(tiny_tokenizer: PreTrainedToke
     made = generate_text(model, tiny_tokenizer, "the fox", max_new_tokens=20)
     seen = made.num_prompt_tokens + made.num_new_tokens - 1
     assert made.num_prompt_tokens < 12 < seen
-    assert (
-        made.full_attention_bytes == seen * 2 * 4 * 2 * 8 * 4
-    )  # keys and values, layers, KV heads, size, float32
+    # Keys and values, layers, KV heads, size, float32
+    assert made.full_attention_bytes == seen * 2 * 4 * 2 * 8 * 4
     long = "the quick brown fox jumps over the lazy dog and the fox"  # the first pass replaces the cache
     continued = continue_greedily(model, tiny_tokenizer, [long], [3])
     assert continued.densities == pytest.approx([2 / 8])

@@ -25,10 +25,8 @@ def hybrid(family: str = "llama") -> PreTrainedModel:
 def test_bytes_are_those_of_the_plan(legend: dict[str, int]) -> None:
     """Several windows add no more to the plan than one: tables, unfinished pages, and 4 % spare ones."""
     rows = ("GLMN", "LLMM", "NGNL", "MLLG") if len(legend) > 1 else ("GLLL", "LLLL", "LGLL", "LLLG")
-    model, layout = (
-        tiny_model(num_key_value_heads=4, head_dim=64),
-        Layout(rows, windows=legend, sinks=1),
-    )
+    model = tiny_model(num_key_value_heads=4, head_dim=64)
+    layout = Layout(rows, windows=legend, sinks=1)
     apply_layout(model, layout)
     cache = SPKVCache(model, page_size=4)
     with torch.no_grad():
@@ -85,11 +83,9 @@ class TestMask:
     )
     def test_masks_that_change(self, columns: list[int] | None, message: str) -> None:
         model = hybrid()
-        ids, mask, cache = (
-            torch.full((1, 14), 5),
-            torch.tensor([[0] * 3 + [1] * 5]),
-            SPKVCache(model),
-        )
+        ids = torch.full((1, 14), 5)
+        mask = torch.tensor([[0] * 3 + [1] * 5])
+        cache = SPKVCache(model)
         with torch.no_grad():
             model(input_ids=ids[:, :8], attention_mask=mask, past_key_values=cache)
             mask.zero_()  # which does not change what the cache has seen

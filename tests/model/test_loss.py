@@ -387,10 +387,8 @@ def test_passes_without_a_compiler(
 
     In bfloat16 logits and gradients are converted besides. Compiled (``test_compiled_losses``), three passes do.
     """
-    model, convert = (
-        tiny_model(tie_word_embeddings=False).to(dtype),
-        ["_to_copy"] * (dtype is torch.bfloat16),
-    )
+    model = tiny_model(tie_word_embeddings=False).to(dtype)
+    convert = ["_to_copy"] * (dtype is torch.bfloat16)
     log_softmax, gradient = [*convert, "_log_softmax"], ["mul_", *convert, "mm", "mm"]
     taught = [*log_softmax, *log_softmax, "exp", "sub_", "mul_", "sum", "exp_", "sub_", *gradient]
     for measure, expected in (

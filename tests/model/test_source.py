@@ -71,9 +71,8 @@ def repository(
 ) -> Repository:
     """Cache ``org/NAME``: a commit tagged v1, and a sharded model in main and in a pull request."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    name = (
-        "tiny" + hashlib.sha256(request.node.name.encode()).hexdigest()[:8]
-    )  # commits are kept by name
+    # Commits are kept by name
+    name = "tiny" + hashlib.sha256(request.node.name.encode()).hexdigest()[:8]
     repository = Repository(tmp_path / "hub" / f"models--org--{name}", f"org/{name}")
     for commit, value, names in ((OLD, 1.0, ["v1"]), (NEW, 2.0, ["main", "refs/pr/7"])):
         model = tiny_model(vocab_size=300)

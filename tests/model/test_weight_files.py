@@ -236,9 +236,8 @@ class TestOtherFiles:
 
     def test_a_tokenizer_that_would_change_is_refused(self, dense: Path, tmp_path: Path) -> None:
         tokenizer = llama_tokenizer(dense)
-        tokenizer.backend_tokenizer.normalizer = (
-            normalizers.Lowercase()
-        )  # which its class does not load
+        # Which its class does not load
+        tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()
         with pytest.raises(
             UserError,
             match=r"transformers loads it as LlamaTokenizer, which changes its normalizer\n",
@@ -278,10 +277,11 @@ class TestOtherFiles:
         for name in carried:
             assert (tmp_path / "out" / name).read_bytes() == (dense / name).read_bytes(), name
         assert not any((tmp_path / "out" / name).exists() for name in (*left, "COPYING"))
+        # Code that is not carried over is not named
         for name in (
             "config.json",
             "tokenizer_config.json",
-        ):  # code that is not carried over is not named
+        ):
             assert "code.Model" not in (tmp_path / "out" / name).read_text()
             assert "code.Tokenizer" not in (tmp_path / "out" / name).read_text()
         load(tmp_path / "out")

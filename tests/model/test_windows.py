@@ -98,12 +98,10 @@ class TestMixedWindows:
         text = str(caught[0].message)
         assert f"8 keys: narrow ({layouts[0]}); 16 keys: wide ({layouts[1]})" in text
         assert "propose all at one --window" in text
-        Proposal.read(layouts[:1]).warn_of_windows(
-            {"sp-kv": 8}
-        )  # of one window there is nothing to say
-        Proposal.read(layouts).warn_of_windows(
-            {"sp-kv": 8}, memory=(0.3, 0.31)
-        )  # compared at equal memory
+        # Of one window there is nothing to say
+        Proposal.read(layouts[:1]).warn_of_windows({"sp-kv": 8})
+        # Compared at equal memory
+        Proposal.read(layouts).warn_of_windows({"sp-kv": 8}, memory=(0.3, 0.31))
 
     def test_names_sink_tokens(self, tmp_path: Path) -> None:
         files = [tmp_path / f"{name}.yaml" for name in ("none", "four")]

@@ -149,9 +149,8 @@ class TestStrings:
     def test_are_tokenised(self, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
         model, texts = gated(), [f"fox {i} jumps over the lazy dog " * 20 for i in range(30)]
         table = measure.probe(model, texts, 0.5, tokenizer=tiny_tokenizer)
-        expected = probe(
-            model, build_blocks(texts, tiny_tokenizer, 128, documents="separate"), 0.5
-        )  # its positions
+        # Its positions
+        expected = probe(model, build_blocks(texts, tiny_tokenizer, 128, documents="separate"), 0.5)
         pd.testing.assert_frame_equal(table.rows, expected.rows)
 
     def test_need_a_tokenizer(self, model: PreTrainedModel) -> None:

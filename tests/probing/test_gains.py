@@ -129,10 +129,8 @@ def test_a_limit_measures_the_layers_with_the_largest_gains(
     table = signal(
         model, blocks, WINDOW, max_heads=3, batch_size=2, progress=lambda *step: seen.append(step)
     )
-    layers, heads = (
-        signal(model, blocks, WINDOW, granularity="layer"),
-        signal(model, blocks, WINDOW),
-    )
+    layers = signal(model, blocks, WINDOW, granularity="layer")
+    heads = signal(model, blocks, WINDOW)
     most = int(layers.values.sum(1).argmax())
     assert table.values[most] == pytest.approx(heads.values[most], abs=1e-6)
     others = np.arange(4) != most
@@ -177,9 +175,8 @@ def test_passes_share_their_first_layers(blocks: TokenBlocks) -> None:
 
     def count(_module: object, _args: object, out: torch.Tensor) -> None:
         nonlocal runs
-        runs += (
-            out.shape[1] == blocks.block_size
-        )  # and not a few tokens, to see what the model can do
+        # And not a few tokens, to see what the model can do
+        runs += out.shape[1] == blocks.block_size
 
     hooks = [layer.mlp.register_forward_hook(count) for layer in model.model.layers]
     seen: list[tuple[int, int]] = []
@@ -317,9 +314,8 @@ class TestCommand:
         )
         assert whole.num_blocks > 9
         chosen = whole.spread(3)
-        assert len({info.id for info in chosen.present}) == min(
-            3, len(whole.present)
-        )  # from several documents
+        # From several documents
+        assert len({info.id for info in chosen.present}) == min(3, len(whole.present))
         assert np.array_equal(whole.spread(99).tokens, whole.tokens)
         assert table.metadata["tokens"] == 192
         assert table.values == pytest.approx(add_one(model, chosen, 8).values, abs=1e-6)

@@ -124,9 +124,8 @@ class TestLearning:
         assert all(
             torch.equal(before[name], p) for name, p in model.named_parameters() if name in before
         )
-        tensors = tree_leaves(
-            torch.load(tmp_path / "gates" / "gates.pt", weights_only=True)
-        )  # with the moments
+        # With the moments
+        tensors = tree_leaves(torch.load(tmp_path / "gates" / "gates.pt", weights_only=True))
         assert {tensor.dtype for tensor in tensors if isinstance(tensor, torch.Tensor)} == {
             torch.float32
         }

@@ -130,10 +130,11 @@ class TestMeasure:
         read = HeadScores.read(tmp_path / "mine")
         assert read.density == pytest.approx(table.density, abs=1e-5)
         assert (read.name, read.signal, read.metadata["source"]) == ("mine", signal, "somewhere")
+        # --kv-bytes needs them
         assert (read.metadata["head_dim"], read.metadata["dtype"]) == (
             8,
             "float32",
-        )  # --kv-bytes needs them
+        )
         assert read.diagnosis() == []
 
     @pytest.mark.filterwarnings("ignore:the model predicts:UserWarning")

@@ -82,9 +82,8 @@ class TestMeasurement:
         chosen = torch.from_numpy(blocks.spread(4).tokens.astype(np.int64))
         model.set_attn_implementation("eager")
         with torch.no_grad():
-            weights = torch.stack(
-                model(chosen, output_attentions=True).attentions
-            )  # [L, N, Hq, T, T]
+            # [L, N, Hq, T, T]
+            weights = torch.stack(model(chosen, output_attentions=True).attentions)
         expected = weights[:, :, :, WINDOW + 8 :, :8].mean((1, 3)).numpy()
         assert measured.mass == pytest.approx(expected, abs=1e-5)
         grouped = expected[..., :4].sum(-1).reshape(4, 2, 2).mean(-1)

@@ -292,10 +292,8 @@ class TestRecords:
     def test_a_report_names_edited_files(
         self, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        table, folder = (
-            make_table([[0.5, 0.25], [0.1, 0.7], [0.2, 0.3], [0.4, 0.6]]),
-            tmp_path / "reports" / "p",
-        )
+        table = make_table([[0.5, 0.25], [0.1, 0.7], [0.2, 0.3], [0.4, 0.6]])
+        folder = tmp_path / "reports" / "p"
         table.write(tmp_path / "probes" / "p")
         for key, layout in make_layouts("densest", "last").items():
             layout.write(tmp_path / "layouts" / "p" / f"{key}.yaml")

@@ -39,18 +39,20 @@ PAGES = [
 BLOCK = re.compile(r"^```(bash|python|yaml)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
+# Start from a model and a text alone
 FRESH = {
     "README.md",
     "memory.md",
     "own-model.md",
     "retrain.md",
     "serve-vllm.md",
-}  # start from a model and a text alone
+}
+# On the embedded models, in the repository's workspace
 EMBEDDED = {
     "install.md",
     "budget.md",
     "compare-signals.md",
-}  # on the embedded models, in the repository's workspace
+}
 SLOW = {  # whole workflows, of twenty seconds and more
     *("install.md", "cost.md", "evaluation.md", "report.md", "scores.md", "vllm.md"),
     *(
@@ -236,9 +238,8 @@ def test_every_block_of_a_page_runs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(
-        "spkv_nas.artifacts.defaults.LEARNING_TOKENS", 256
-    )  # head gates of ``auto`` take 50 steps
+    # Head gates of ``auto`` take 50 steps
+    monkeypatch.setattr("spkv_nas.artifacts.defaults.LEARNING_TOKENS", 256)
     if page.name in EMBEDDED or page.name not in FRESH:
         write_embedded(tmp_path)
     if page.name not in EMBEDDED:

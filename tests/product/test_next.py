@@ -34,9 +34,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr("spkv_nas.training.first_recipe.STEP_TOKENS", {"cpu": 256})
     monkeypatch.setattr("spkv_nas.artifacts.defaults.FIRST_STEPS", 3)
     monkeypatch.setattr("spkv_nas.stages.probe.PRICED_STEPS", 3)
-    monkeypatch.setattr(
-        "spkv_nas.evaluation.alarms._MAX_SHARE", 100.0
-    )  # random models know no text
+    # Random models know no text
+    monkeypatch.setattr("spkv_nas.evaluation.alarms._MAX_SHARE", 100.0)
     monkeypatch.setattr("spkv_nas.evaluation.alarms._MIN_GAIN", 100.0)
     monkeypatch.setattr("spkv_nas.evaluation.alarms._MAX_CONTROL_GAIN", 100.0)
     return tmp_path

@@ -144,9 +144,8 @@ class TestMeasuring:
             return measure_signal(signal, model, blocks, window=WINDOW, sinks=0, steps=4)
 
         model = tiny_model()
-        seen = short_of_memory(
-            model, 1, fitting=2
-        )  # after attaching and the first of a step's two passes
+        # After attaching and the first of a step's two passes
+        seen = short_of_memory(model, 1, fitting=2)
         same(learn(model), learn(tiny_model()))
         assert seen[2] > 1
 

@@ -236,9 +236,8 @@ def test_examples_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(
-        "spkv_nas.artifacts.defaults.LEARNING_TOKENS", 128
-    )  # head gates of ``auto`` take 50 steps
+    # Head gates of ``auto`` take 50 steps
+    monkeypatch.setattr("spkv_nas.artifacts.defaults.LEARNING_TOKENS", 128)
     texts = [
         " ".join(f"fox {(document * word) % 31} jumps" for word in range(8))
         for document in range(1, 93)

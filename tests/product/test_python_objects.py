@@ -203,11 +203,9 @@ class TestRestoring:
             spkv_nas.apply_layout(
                 model, LAYOUT if kind == "same layout" else Layout(("LG",) * 4, 3)
             )
-        expected, config, names = (
-            logits(model, tokens),
-            model.config.to_dict(),
-            list(model.state_dict()),
-        )
+        expected = logits(model, tokens)
+        config = model.config.to_dict()
+        names = list(model.state_dict())
         with suppress(ZeroDivisionError), spkv_nas.layout_applied(model, LAYOUT, sinks=0):
             self.change(model, how)
             _ = 1 / 0

@@ -35,6 +35,7 @@ MAX_PARAMETERS = 15
 # An option of several commands counts once in each. More than these takes a reason that is worth every reader's time.
 MAX_OPTIONS = 236
 MAX_OPTIONS_OF_A_COMMAND = 20
+# Declared once for all commands
 SHARED_OPTIONS = (
     "help",
     "json",
@@ -43,7 +44,7 @@ SHARED_OPTIONS = (
     "quiet",
     "verbose",
     "debug",
-)  # declared once for all commands
+)
 
 
 @cache

@@ -226,9 +226,8 @@ def test_the_study_runs_and_resumes(
     assert "| head-gates | learned |" in page
     assert page.count("minus that full attention, in points:") == 1
     assert "| duo | 1, chosen with 0 |" in page
-    assert not list(
-        (runs / "models" / "branches").glob("study-*")
-    )  # what is kept of a retraining is its NLL
+    # What is kept of a retraining is its NLL
+    assert not list((runs / "models" / "branches").glob("study-*"))
 
     deltas = pd.read_csv(out / "delta-nll.csv", keep_default_na=False)
     assert deltas.groupby(["steps", "budget"]).size().to_dict() == {

@@ -97,10 +97,8 @@ def test_a_critical_budget_has_the_numbers_of_the_command(
 def test_strings_and_scores(blocks: TokenBlocks, scores: HeadScores) -> None:
     """Strings are cut into blocks, and the documents that the heads were scored on are left out."""
     model, tokenizer = spkv_nas.load("dense")
-    layout, texts = (
-        Layout.read("full.yaml"),
-        [file.read_text() for file in sorted(Path("text").iterdir())],
-    )
+    layout = Layout.read("full.yaml")
+    texts = [file.read_text() for file in sorted(Path("text").iterdir())]
     assert (
         spkv_nas.verdict(model, layout, texts, tokenizer=tokenizer, margin="nll=1%").answer
         == "passes"

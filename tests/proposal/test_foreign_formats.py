@@ -311,9 +311,8 @@ class TestConverting:
         )
         convert(prulong, tmp_path / "b.yaml", window=7)
         assert Layout.read(tmp_path / "b.yaml").window == 7
-        assert (
-            len(convert(prulong, tmp_path / "c.yaml", window=7, sinks=4)) == 1
-        )  # nothing is assumed
+        # Nothing is assumed
+        assert len(convert(prulong, tmp_path / "c.yaml", window=7, sinks=4)) == 1
         assert Layout.read(tmp_path / "c.yaml").sinks == 4
 
     def test_mistakes(self, duo: Path, tmp_path: Path) -> None:

@@ -329,9 +329,8 @@ class TestProposal:
         table.write(tmp_path / "p")
         read = HeadScores.read(tmp_path / "p")
         assert read.content_hash == table.content_hash == table.at_tau(0.7).content_hash
-        np.testing.assert_allclose(
-            proposal.table(read).density, table.at_tau(0.7).density
-        )  # without a warning
+        # Without a warning
+        np.testing.assert_allclose(proposal.table(read).density, table.at_tau(0.7).density)
         again = make_table(np.full((3, 2), 0.4), histogram=table.histogram)
         with pytest.warns(
             UserWarning,

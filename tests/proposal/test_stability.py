@@ -96,9 +96,8 @@ class TestDocumentCounts:
         logits = all_logits(model, blocks, 0.5).transpose(1, 2, 0, 3).reshape(4, 2, -1)
         for result in (table.documents, HeadScores.read(tmp_path).documents):
             assert result is not None
-            order = np.lexsort(
-                (np.arange(12) // 2, np.arange(12) % 2)
-            )  # groups go domain by domain
+            # Groups go domain by domain
+            order = np.lexsort((np.arange(12) // 2, np.arange(12) % 2))
             assert result.tokens.tolist() == [24] * 12
             assert result.domain.tolist() == [0] * 6 + [1] * 6
             kept = (logits >= 0).reshape(4, 2, 12, 24).sum(-1).transpose(2, 0, 1)
@@ -114,9 +113,8 @@ class TestDocumentCounts:
             )
             other = table.at_tau(tau).documents
             assert other is not None
-            assert (
-                np.abs(other.kept - exact).mean() < 0.2
-            )  # of 24 tokens, split within a bin of 0.1
+            # Of 24 tokens, split within a bin of 0.1
+            assert np.abs(other.kept - exact).mean() < 0.2
 
     @pytest.mark.parametrize("tau", [0.0, 0.001, 0.3, 0.5, 0.93, 0.9999, 1.0])
     def test_documents_add_up_to_the_table_at_every_threshold(self, tau: float) -> None:

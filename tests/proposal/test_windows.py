@@ -254,9 +254,8 @@ class TestProposal:
         }
         probed = at_window(table(memory=0.2, context=2048, **facts), window)
         assert probed.window_costs is not None
-        in_range = replace(
-            probed.window_costs, values=probed.window_costs.values / 1e4
-        )  # the order stays
+        # The order stays
+        in_range = replace(probed.window_costs, values=probed.window_costs.values / 1e4)
         replace(probed, window_costs=in_range, probe_hash=None).write(tmp_path / "probes" / "p")
 
         def output(*options: str) -> str:

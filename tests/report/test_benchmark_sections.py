@@ -103,10 +103,8 @@ def test_numbers_equal_those_of_the_file_and_the_command(
         assert tables is not None
         say, result = results[kind.name]
         say(result(tables[0]))
-        on_page, shown = (
-            numbers(capsys.readouterr().out.replace("effective number 300.0", "")),
-            numbers(cells(sections[kind.name])),
-        )
+        on_page = numbers(capsys.readouterr().out.replace("effective number 300.0", ""))
+        shown = numbers(cells(sections[kind.name]))
         assert set(on_page) <= set(shown), kind.name
         values = [
             scale * abs(value)
@@ -154,10 +152,11 @@ def test_layouts_not_significantly_different_are_tagged(folder: Path) -> None:
         "not above the floor",
     ]
     assert [row.tag for rows in tasks.groups for row in rows] == ["not significantly different", ""]
+    # One is worse, the other is not known
     assert [row.tag for rows in longppl.groups for row in rows] == [
         "",
         "",
-    ]  # one is worse, the other is not known
+    ]
     assert longppl.findings == ("docs: 20 key tokens.",)
     assert "likelier, chosen by m/other" in longppl.about
 

@@ -76,9 +76,8 @@ def test_the_explorer_has_the_heads_of_propose() -> None:
     )
     tables = json.loads(gzip.decompress(base64.b64decode(signal["tables"])))
     values = levels(table.values, table.measure)
-    assert (
-        tables["levels"] == [[[level] for level in values]] * 3
-    )  # all text, and two equal domains
+    # All text, and two equal domains
+    assert tables["levels"] == [[[level] for level in values]] * 3
     assert tables["order"] == [np.argsort(-table.values.ravel(), kind="stable").tolist()]
     layouts = [propose(table, budget, num_random=0)["densest"] for budget in range(1, 9)]
     assert np.cumsum(tables["coverage"][0]).tolist() == [

@@ -206,9 +206,8 @@ def test_the_slider_moves_by_keyboard_and_mouse(open_page: Any) -> None:
     assert num_outlined(page) == 63
     page.locator("#explorer-limit").fill("100")
     page.locator("#explorer-context").fill("65536")
-    assert (
-        page.inner_text("#explorer-heads") == "12 of 63 KV heads"
-    )  # 8 MiB each, and local ones 4 KiB
+    # 8 MiB each, and local ones 4 KiB
+    assert page.inner_text("#explorer-heads") == "12 of 63 KV heads"
     page.locator("#explorer-limit").fill("0.0001")
     assert page.inner_text("#explorer-heads") == "1 of 63 KV heads"
 

@@ -142,10 +142,11 @@ def test_data_cannot_end_its_element(page: Page) -> None:
 
 def test_every_chart_shows_its_data(page: Page) -> None:
     drawn = [svg["data-chart"] for svg in page.all("svg") if "data-chart" in svg]
+    # Of the explorer's data
     maps = {
         "density",
         *(name for name in map(str, drawn) if name.startswith("layout-")),
-    }  # of the explorer's data
+    }
     assert sorted({str(name) for name in drawn} - maps) == sorted(data(page))
     chart: Any = None
     places = dict.fromkeys(drawn, 0)

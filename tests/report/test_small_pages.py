@@ -110,9 +110,8 @@ def test_no_nearest_layouts_before_training(
     assert page.inner_text("#explorer-heads") == "3 of 8 KV heads"
     assert page.locator("#explorer-measured").count() == 0
     assert num_outlined(page) == 3
-    assert not page.is_visible(
-        "#explorer-memory-row"
-    )  # the probe does not record the heads' dimension
+    # The probe does not record the heads' dimension
+    assert not page.is_visible("#explorer-memory-row")
 
 
 def test_hostile_names_do_not_run(

@@ -143,19 +143,16 @@ def random_case(seed: int) -> Case:
     rows = comparison[
         comparison["strategy"].isin([name for name in compared if masks[name].sum() == mode])
     ]
-    columns, description, baseline = (
-        ("delta_nll_percent", "delta_nll_standard_error"),
-        "retrained for 40 steps",
-        names[0],
-    )
+    columns = ("delta_nll_percent", "delta_nll_standard_error")
+    description = "retrained for 40 steps"
+    baseline = names[0]
     if search is not None and search["full_delta_percent"].notna().sum() > 1:
         rows = search.dropna(subset="full_delta_percent").rename(columns={"name": "strategy"})
         columns, baseline, mode = ("full_delta_percent", "full_standard_error"), FULL_ATTENTION, 3
         description = "retrained for 120 steps, on held-out documents not used for selection"
     elif len(rows) < 2:
-        return random_case(
-            seed + 1000
-        )  # the longest retraining of several layouts may be the short one
+        # The longest retraining of several layouts may be the short one
+        return random_case(seed + 1000)
     ordered = rows.sort_values(columns[0], kind="stable")
     ranked = [
         (str(row["strategy"]), float(row[columns[0]]), float(row[columns[1]]))
@@ -232,9 +229,8 @@ def test_every_claim_of_the_page_follows_from_its_tables(
     check_tags(case, body)
     claims = re.findall("lowest NLL|measured lowest", re.sub("<[^>]*>", "", body))
     is_clear = all(case.standing(index) == "behind" for index in range(1, len(case.ranked)))
-    assert claims == (
-        ["lowest NLL"] * 2 if is_clear else ["measured lowest"]
-    )  # a sentence, and a tag if it is clear
+    # A sentence, and a tag if it is clear
+    assert claims == (["lowest NLL"] * 2 if is_clear else ["measured lowest"])
 
 
 def check_lead(case: Case, lead: str) -> None:
@@ -496,9 +492,8 @@ def test_nll_is_drawn_against_bytes_of_the_cache() -> None:
     points = next(
         mark for mark in chart.marks if isinstance(mark, Points) and mark.label == "layout"
     )
-    mib = (
-        2 * 16 * 2 * (2 * 131072 + 6 * 8) / 2**20
-    )  # two of eight heads hold all tokens, the others their window
+    # Two of eight heads hold all tokens, the others their window
+    mib = 2 * 16 * 2 * (2 * 131072 + 6 * 8) / 2**20
     assert points.x == pytest.approx([mib] * 3, rel=1e-4)
     assert points.y == (0.2, 0.3, 0.5)
 

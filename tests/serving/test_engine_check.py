@@ -29,9 +29,8 @@ from spkv_nas.model.windows import add_learned_sinks, apply_layout
 from spkv_nas.serving import engine_check
 from spkv_nas.serving.engine_check import EngineCheck, compare_with_engine, native_layout
 
-BY_LAYER = replace(
-    WINDOWS, heads=("GL", "MM", "NG", "GM")
-)  # local heads of a layer have one window
+# Local heads of a layer have one window
+BY_LAYER = replace(WINDOWS, heads=("GL", "MM", "NG", "GM"))
 WRONG = ("GL", "LL", "LL", "GG")  # another third layer than HEADS
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma3_text", "olmo2", "phi3", "granite")
 MLX = os.environ.get("SPKV_MLX_PYTHON")
@@ -371,9 +370,8 @@ class TestVllm:
         check = self.run(tmp_path / "out")
         assert check.passed, str(check)
         assert any("window of" in line for line in check.cache)
-        assert family == "gemma3_text" or self.has_planned_capacity(
-            check, layout
-        )  # which has native windows as well
+        # Which has native windows as well
+        assert family == "gemma3_text" or self.has_planned_capacity(check, layout)
 
     @pytest.mark.parametrize(("sinks", "last", "most"), [(0, "640", "1,024"), (1, "768", "1,152")])
     def test_a_long_request_holds_less_than_full_attention(

@@ -18,10 +18,8 @@ from spkv_nas.model.checkpoint import save
 from spkv_nas.model.export.export import export
 from spkv_nas.serving.engine_check import EngineCheck, compare_with_engine
 
-LLAMACPP, LLAMACPP_SOURCE = (
-    os.environ.get("SPKV_LLAMACPP_PYTHON"),
-    os.environ.get("SPKV_LLAMACPP_SOURCE"),
-)
+LLAMACPP = os.environ.get("SPKV_LLAMACPP_PYTHON")
+LLAMACPP_SOURCE = os.environ.get("SPKV_LLAMACPP_SOURCE")
 needs_llamacpp = pytest.mark.skipif(
     LLAMACPP is None or LLAMACPP_SOURCE is None,
     reason="SPKV_LLAMACPP_PYTHON and SPKV_LLAMACPP_SOURCE name no llama-cpp-python and source (docs/support-matrix.md)",

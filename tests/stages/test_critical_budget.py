@@ -371,9 +371,8 @@ class TestAuto:
     def test_memory_in_bytes_is_that_of_a_batch(
         self, folder: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        whole = (
-            4 * NUM_HEADS * 2 * 8 * 4 * 96
-        )  # bytes of 4 sequences of 96 tokens, head dimension 8, float32
+        # Bytes of 4 sequences of 96 tokens, head dimension 8, float32
+        whole = 4 * NUM_HEADS * 2 * 8 * 4 * 96
         main([*self.COMMAND, "--batch", "4", "--memory", f"{whole * 6 // 10}"])
         rows, _ = CRITICAL_BUDGET.read(Path("reports/dense-window-costs")) or pytest.fail(
             "no table"
@@ -587,9 +586,8 @@ class TestAuto:
         self, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """The margin is below what the layout loses without training, and above what it loses after a few steps."""
-        monkeypatch.setattr(
-            "spkv_nas.evaluation.alarms.Circumstances.symptom", None
-        )  # the model is random
+        # The model is random
+        monkeypatch.setattr("spkv_nas.evaluation.alarms.Circumstances.symptom", None)
         command = [*self.COMMAND, "--memory", "50%", "--margin", "nll=18%", "--retrain", "40"]
         with monkeypatch.context() as patch:
             patch.setattr("spkv_nas.training.retraining.selection.write_selection", interrupt)

@@ -43,9 +43,8 @@ def test_several_processes_measure_what_one_does(ground: Path) -> None:
     assert done.stdout.count("full-attention") == 1
     assert done.stderr.count("loading ") == 1
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", UserWarning
-        )  # random models neither copy nor are sums of their heads
+        # Random models neither copy nor are sums of their heads
+        warnings.simplefilter("ignore", UserWarning)
         expected = measure_all(ground, one)
     actual = pickle.loads((several / "found.pickle").read_bytes())
     assert actual.keys() == expected.keys()

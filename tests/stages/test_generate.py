@@ -38,9 +38,8 @@ def folder(
     save(model, tiny_tokenizer, tmp_path / request.param)
     if request.param == "exported":
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(
-                verify_export, "check", lambda *_: 0.0
-            )  # model/export/test_families.py is about it
+            # model/export/test_families.py is about it
+            patch.setattr(verify_export, "check", lambda *_: 0.0)
             export(Layout(("GG", "LL", "LL", "GG"), 6), tmp_path / "exported", tmp_path / "out")
         return tmp_path / "out"
     return tmp_path / request.param
@@ -84,9 +83,8 @@ def test_text(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert ("density" in figures) == (kind in ("gates", "hybrid"))
     if kind == "hybrid":
         assert "density 50.0 %" in figures
-    full = (
-        4 * 2 * (ids.shape[1] + 24) * 2 * 8 * 4 / 1e6
-    )  # layers, heads, tokens, k and v, head size, bytes
+    # Layers, heads, tokens, k and v, head size, bytes
+    full = 4 * 2 * (ids.shape[1] + 24) * 2 * 8 * 4 / 1e6
     assert f"full attention {full:.2f} MB" in figures
     if kind == "dense":
         assert f"cache {full:.2f} MB" in figures

@@ -85,9 +85,8 @@ def test_a_name_means_one_thing() -> None:
     allowed |= {"sinks": 3}  # a number; a number or auto; several
     allowed |= {"engine": 3}  # whose memory is counted; that an export is for; that is run
     allowed |= {"layout": 3}  # by place; several by name; the one that an engine must run
-    allowed |= {
-        "granularity": 2
-    }  # a constraint on layouts, in a panel of the help; an option of signals
+    # A constraint on layouts, in a panel of the help; an option of signals
+    allowed |= {"granularity": 2}
     allowed |= {"recipe": 2, "file": 2, "data": 2, "out": 2}  # by place or by name; a folder
     allowed |= {"memory": 2}  # one limit; a range of shares
     allowed |= {"retrain": 2}  # how many layouts; for how long

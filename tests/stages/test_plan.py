@@ -55,9 +55,8 @@ class TestStepCost:
         planner = Planner(recipe, recipe_file.parent, recipe_file.parent / "runs", device="cpu")
         fixed, one, two = (planner.memory(Kind.FULL_ATTENTION, blocks) for blocks in (0, 1, 2))
         assert fixed == 16 * planner.size.num_parameters
-        hidden = (
-            4 * recipe.data.block_size * planner.size.hidden_size
-        )  # bytes of one activation as wide as the model
+        # Bytes of one activation as wide as the model
+        hidden = 4 * recipe.data.block_size * planner.size.hidden_size
         assert two - one == one - fixed > planner.size.heads.num_layers * 10 * hidden
         assert planner.memory(Kind.SP_KV, 1) > one
         stages = Stages(
@@ -467,9 +466,8 @@ def test_the_tokens_of_a_text_are_counted_as_blocks_have_them(
     blocks = build_blocks(documents(sources, recipe_file.parent), tiny_tokenizer, 2)
     assert (whole.documents, whole.is_whole) == (40, True)
     separators = int((blocks.tokens == tiny_tokenizer.eos_token_id).sum())
-    assert whole.tokens - 40 == pytest.approx(
-        blocks.tokens.size - separators, abs=2
-    )  # of text, but for the last block
+    # Of text, but for the last block
+    assert whole.tokens - 40 == pytest.approx(blocks.tokens.size - separators, abs=2)
     monkeypatch.setattr(first_recipe, "MAX_CHARACTERS", 10)
     part = first_recipe.count_text(sources, recipe_file.parent, tiny_tokenizer)
     assert not part.is_whole

@@ -144,10 +144,11 @@ class TestPlanAttention:
             self.attention(capsys, *layouts, *CPU, "--kv-bytes", "24GiB", "--json")
         )["engine"]
         forms = {row["name"]: (row["form"], row["tokens"]) for row in document["layouts"]}
+        # Six times the bytes of 64 numbers a token
         assert forms["full attention"] == (
             "whole layers",
             798_848,
-        )  # six times the bytes of 64 numbers a token
+        )
         assert forms["layers, 27 of 63 heads"] == ("whole layers", 1_306_175)
         assert forms["heads, 18 of 63 heads"][0] == "units of 1 head"
 

@@ -60,9 +60,8 @@ def run(*candidates: str, **options: Any) -> VerdictResult:
 
 class TestAnswers:
     def test_full_attention_passes_at_the_smallest_margin(self, folder: Path) -> None:
-        result = run(
-            "full.yaml", margin="nll=0.001%", context="64"
-        )  # of which every document fits into one
+        # Of which every document fits into one
+        result = run("full.yaml", margin="nll=0.001%", context="64")
         assert result.answers == {"full": "passes"}
         assert result.answer == "passes"
         (row,) = result.rows.to_dict("records")
@@ -81,10 +80,8 @@ class TestAnswers:
     ) -> None:
         """Continue stored rounds with another number of questions, and give the answer of a new workspace."""
         save(tiny_model(vocab_size=300, max_position_embeddings=1024), tiny_tokenizer, Path("long"))
-        margin, long = (
-            "ruler=1:lengths=400:tasks=niah_single_1:questions=",
-            {"model": "long", "data": None},
-        )
+        margin = "ruler=1:lengths=400:tasks=niah_single_1:questions="
+        long = {"model": "long", "data": None}
         for number in (20, 40):
             run("mixed.yaml", **long, margin=f"{margin}{number}")
         first = run("mixed.yaml", "full.yaml", **long, margin=f"{margin}40").rows

@@ -24,9 +24,8 @@ from spkv_nas.training.corpus import load_corpus
 from spkv_nas.training.recipe import Recipe
 from spkv_nas.training.run_files import OPTIMIZER_STATE
 
-ONE_KV_HEAD = RECIPE.replace(
-    "num_key_value_heads: 2", "num_key_value_heads: 1"
-)  # so shards of predictors are empty
+# So shards of predictors are empty
+ONE_KV_HEAD = RECIPE.replace("num_key_value_heads: 2", "num_key_value_heads: 1")
 
 
 def logged(file: Path, key: str) -> list[float]:
@@ -65,9 +64,8 @@ def test_two_processes_learn_what_one_learns(mode: str, tmp_path: Path) -> None:
         for key in ("loss", "density", "price", *parts):
             expected = logged(one / f"{name}-0.json", key)
             for rank in (0, 1):
-                least = (
-                    1e-6 if "distilled" in name else 1e-12
-                )  # divergences and errors of 1e-5 and less
+                # Divergences and errors of 1e-5 and less
+                least = 1e-6 if "distilled" in name else 1e-12
                 actual = logged(two / f"{name}-{rank}.json", key)
                 assert actual == pytest.approx(expected, rel=1e-5, abs=least), (name, key)
         assert len(logged(two / f"{name}-0.json", "loss")) == (6 if name == "dense" else 8)
@@ -99,9 +97,8 @@ def test_two_processes_learn_what_one_learns(mode: str, tmp_path: Path) -> None:
     if mode == "ddp":
         drawn = [logged(two / f"sampled-{rank}.json", "random") for rank in (0, 1)]
         assert drawn[0] != drawn[1]
-        shutil.copytree(
-            two / "sp-kv" / "moved", one / "sp-kv" / "moved"
-        )  # interrupted there, finished by one process
+        # Interrupted there, finished by one process
+        shutil.copytree(two / "sp-kv" / "moved", one / "sp-kv" / "moved")
         train("sp-kv/moved", recipe, corpus, one)
         assert_close(
             one / "sp-kv/moved/final/model.safetensors", one / "sp-kv/final/model.safetensors", 1e-4
@@ -138,9 +135,8 @@ def test_a_batch_that_cannot_be_shared(
         capsys, "train", recipe_file
     )
     monkeypatch.setenv("RANK", "1")
-    monkeypatch.setattr(
-        "spkv_nas.cli.app.OTHERS_WAIT", 0.0
-    )  # of this one torchrun has not disposed, so it speaks
+    # Of this one torchrun has not disposed, so it speaks
+    monkeypatch.setattr("spkv_nas.cli.app.OTHERS_WAIT", 0.0)
     monkeypatch.setattr("spkv_nas.base.console.err.quiet", True)
     assert "cannot be divided" in fails(capsys, "train", recipe_file)
 

@@ -93,10 +93,8 @@ class TestFirstValues:
     def test_of_queries_within_a_native_window(self, native: int, blocks: TokenBlocks) -> None:
         """In a model whose layers all have one, it also hides the token, from later queries."""
         model = tiny_model("mistral", vocab_size=300, sliding_window=native)
-        actual, scores = (
-            measure_initial_sinks(model, self.LAYOUT, blocks)[0],
-            scores_by_layer(model, blocks)[0],
-        )
+        actual = measure_initial_sinks(model, self.LAYOUT, blocks)[0]
+        scores = scores_by_layer(model, blocks)[0]
         assert actual.numpy() == pytest.approx(
             scores[:, :, 8 : 2 + native, 2].mean((0, 2)).numpy(), rel=1e-5
         )

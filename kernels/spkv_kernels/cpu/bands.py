@@ -16,9 +16,8 @@ from spkv_kernels.cpu.masked import causal_backward, masked_forward
 from spkv_kernels.cpu.rows import Rows, band, flash, flash_backward
 
 _VECTOR = 16  # scores per vector of the library's loops (AVX-512; two with AVX2)
-_CALL_BYTES = (
-    1 << 20
-)  # queries per call: larger temporaries leave the caches, and malloc returns them to the system
+# Queries per call: larger temporaries leave the caches, and malloc returns them to the system
+_CALL_BYTES = 1 << 20
 
 
 def window_forward(
@@ -180,10 +179,8 @@ class _Bands(NamedTuple):
 
         Without sinks they are overlapping views, which are copied only if the last block needs padding.
         """
-        first, stop = (
-            self.start + part.start * self.block,
-            self.start + part[-1] * self.block + self.reach,
-        )
+        first = self.start + part.start * self.block
+        stop = self.start + part[-1] * self.block + self.reach
         recent = x[:, first:stop]
         if stop > self.length:
             recent = F.pad(recent, (0, 0, 0, stop - self.length))

@@ -12,9 +12,8 @@ from torch import Tensor
 from spkv_kernels.cpu.masked import rows_backward
 from spkv_kernels.cpu.rows import ROWS, Chunk, Rows, chunks, flash, gate_bias, per_query_head
 
-_COMPACT_FROM = (
-    1 << 14
-)  # minimum size of the keys outside the window, (T - w) D, for which gathering pays
+# Minimum size of the keys outside the window, (T - w) D, for which gathering pays
+_COMPACT_FROM = 1 << 14
 
 
 def compacts(gate: Tensor, k: Tensor, window: int) -> bool:

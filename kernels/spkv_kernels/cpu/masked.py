@@ -31,9 +31,8 @@ def masked_forward(
         written = 0
         # Update the mask from chunk to chunk, and attend
         for chunk in chunks(length, window):
-            mask[:, :, written : chunk.edge] = head_bias[
-                :, :, written : chunk.edge
-            ]  # the previous edge is outside all windows now
+            # The previous edge is outside all windows now
+            mask[:, :, written : chunk.edge] = head_bias[:, :, written : chunk.edge]
             written = chunk.edge
             visible = mask[:, : chunk.stop - chunk.start, : chunk.stop]
             chunk.write_edge(

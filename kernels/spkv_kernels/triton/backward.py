@@ -191,9 +191,8 @@ def _visit_queries(
     so that p = 0. A single loop covers all heads, because nested loops spill registers.
     """
     tiles = tl.cdiv(tl.maximum(high - low, 0), BLOCK_M)
-    divisor = tl.maximum(
-        tiles, 1
-    )  # dividing by zero lets the compiler load ahead of a loop that never runs
+    # Dividing by zero lets the compiler load ahead of a loop that never runs
+    divisor = tl.maximum(tiles, 1)
     o_left = o_s + window
     for index in range(GROUP * tiles):
         # Load a tile of queries of one head

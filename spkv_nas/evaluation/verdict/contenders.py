@@ -72,9 +72,8 @@ class ScoreStore:
     folder: Path | None = None
     load: Callable[[str], PreTrainedModel] | None = None
     setting: tuple[str, ...] = ()
-    num_measured: int = field(
-        default=0, init=False
-    )  # rounds of all contenders that were not known before
+    # Rounds of all contenders that were not known before
+    num_measured: int = field(default=0, init=False)
     _other: tuple[str, PreTrainedModel] | None = field(default=None, init=False)
     _kept: dict[tuple[str, str], Arrays] = field(default_factory=dict, init=False)
     _references: dict[tuple[str, int], Arrays] = field(default_factory=dict, init=False)

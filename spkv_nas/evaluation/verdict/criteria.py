@@ -32,10 +32,11 @@ if TYPE_CHECKING:
 
 Margins = list[tuple[Criterion, float]]  # criteria with the largest loss allowed in each
 _CUE = 4  # first tokens of a repeated passage, by which a model recognises it
+# What stands before one
 _CRITERION, _OPTION = (
     re.compile(r",(?=\s*[\w-]+=)"),
     re.compile(r":(?=[\w-]+=)"),
-)  # what stands before one
+)
 NewTokens = Annotated[
     int | None,
     Flag(

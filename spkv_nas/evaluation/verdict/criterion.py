@@ -36,15 +36,15 @@ Float = arrays.Float
 Prepared = Mapping[str, NDArray[Any]]  # arrays of a round that the dense model prepared, by name
 NO_SCORE = -1.0  # of a sample that turns out to have none
 SCORE = arrays.Array("score", "number", "samples", low=-1.0)  # of a round, in its file
-POSITIONS = arrays.Array(
-    "positions", "number", "ranges columns"
-)  # sum of the NLL and number of tokens, by position
+# Sum of the NLL and number of tokens, by position
+POSITIONS = arrays.Array("positions", "number", "ranges columns")
 _BISECTIONS = 40
+# Times the samples, tried one after another; extrapolation beyond that means nothing
 _REPEATS = (
     4,
     20,
     100,
-)  # times the samples, tried one after another; extrapolation beyond that means nothing
+)
 
 
 @dataclass(frozen=True)

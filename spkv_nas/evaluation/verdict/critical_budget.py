@@ -434,9 +434,8 @@ class _Course:
     expected: Expected
     chooser: Chooser | None
     answers: dict[int, Answer] = field(default_factory=dict)
-    chosen: dict[int, float] = field(
-        default_factory=dict
-    )  # rounds that choosing a layout took, by position
+    # Rounds that choosing a layout took, by position
+    chosen: dict[int, float] = field(default_factory=dict)
 
     def choose(self, position: int) -> Layout:
         """Return the layout that the chooser gives a position, and show its progress."""

@@ -42,10 +42,11 @@ MAX_TOKENS = 1 << 22
 
 Pairs = dict[str, arrays.Float]  # scores [n, 2] of a candidate and the dense model, by criterion
 Answer = Literal["passes", "fails", "open"]
+# Of a table, which may have gaps
 WHOLE_COLUMNS = {
     "more_samples": "Int64",
     "num_compared": "Int64",
-}  # of a table, which may have gaps
+}
 # called while a candidate is measured, with the rounds that it has left, about, its likely answer (None: too early to
 # say), and a note
 Tell = Callable[[float, "Answer | None", str], None]
@@ -116,9 +117,8 @@ class Outcome(ComparedByValue):
     rows: pd.DataFrame
     nouns: Mapping[str, str]
     num_samples: Mapping[str, int]
-    by_position: Mapping[
-        str, list[list[float]]
-    ]  # rows of ``Trial.by_position``, by name of the candidate
+    # Rows of ``Trial.by_position``, by name of the candidate
+    by_position: Mapping[str, list[list[float]]]
     displacement: Mapping[str, Displacement]  # of the candidates whose NLL was measured, by name
 
 

@@ -128,9 +128,8 @@ class TestKvpress:
 
     def test_kvzip(self, golden: dict[str, Tensor], read: Read) -> None:
         expected = golden["kvzip"]
-        padded = (
-            torch.nn.functional.pad(x, (0, 3)) for x in (read.q, read.k, read.v)
-        )  # as values of another size
+        # As values of another size
+        padded = (torch.nn.functional.pad(x, (0, 3)) for x in (read.q, read.k, read.v))
         for each in (read._replace(**dict(zip("qkv", padded, strict=True))), read):
             scores, out = kvzip_scores(each, golden["output"], expected.shape[-1])
             assert scores[0].numpy() == pytest.approx(expected.numpy(), rel=1e-5, abs=1e-6)
@@ -150,10 +149,8 @@ class TestProtocol:
     @pytest.mark.parametrize("kind", [EXACT, KVPRESS])
     @pytest.mark.parametrize("method", METHODS)
     def test_a_later_token_does_not_change_earlier_ones(self, method: str, kind: str) -> None:
-        model, tokens = (
-            tiny_model(),
-            torch.randint(97, (1, BLOCK), generator=torch.Generator().manual_seed(1)),
-        )
+        model = tiny_model()
+        tokens = torch.randint(97, (1, BLOCK), generator=torch.Generator().manual_seed(1))
         rule = rules(model, protocol(kind))[method]
         with eviction.reading(model) as read:
             read.rule = rule
@@ -273,10 +270,8 @@ def test_rules_equal_an_explicit_mask(family: str, method: str, kind: str, is_pa
         tiny_model(family, **(UNEQUAL | UNEQUAL_SLOW | PRUNED)[family]), 4.0
     ).double()
     model.set_experts_implementation("eager")  # others take no float64
-    tokens, how = (
-        torch.randint(3, 97, (2, 40), generator=torch.Generator().manual_seed(0)),
-        protocol(kind),
-    )
+    tokens = torch.randint(3, 97, (2, 40), generator=torch.Generator().manual_seed(0))
+    how = protocol(kind)
     lengths = [[23, 17], [3, 1, 20, 16]] if is_packed else [[40], [40]]
     position = torch.stack([torch.cat([torch.arange(length) for length in row]) for row in lengths])
     inputs = {"input_ids": tokens, "use_cache": False, "position_ids": position}

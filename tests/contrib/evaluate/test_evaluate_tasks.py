@@ -45,10 +45,8 @@ class TestTable:
         return entry
 
     def test_rows_are_means_with_paired_errors(self, folder: Path) -> None:
-        first, other = (
-            self.answers(1, 0, 1, 1, acc_norm=[1, 1, 1, 1]),
-            self.answers(0, 0, 1, 0, density=0.5, acc_norm=[0] * 4),
-        )
+        first = self.answers(1, 0, 1, 1, acc_norm=[1, 1, 1, 1])
+        other = self.answers(0, 0, 1, 0, density=0.5, acc_norm=[0] * 4)
         choices = self.entry(folder, "choices")
         rows = tasks_table(
             [
@@ -71,9 +69,8 @@ class TestTable:
             0.5,
             pytest.approx(pair),
         ]
-        alike = pytest.approx(
-            unseen_share(4) / 1.96
-        )  # an error of 0 would say that no other sample differs
+        # An error of 0 would say that no other sample differs
+        alike = pytest.approx(unseen_share(4) / 1.96)
         assert list(rows.iloc[1, 1:]) == ["acc_norm", 0, 4, 1, alike, 0.25, 0, 0.5, 1, alike]
         second = np.std([1, 0, 0, 0], ddof=1) / 2
         assert list(rows.loc[3, ["num_samples", "value", "difference"]]) == [8, 0.5, 0.25]
@@ -131,10 +128,11 @@ class TestTable:
                 Results(self.entry(folder, "choices"), [self.answers(1)]),
             ]
         )
+        # A perplexity and a share have no average
         assert list(mixed["task"]) == [
             "reading",
             "choices",
-        ]  # a perplexity and a share have no average
+        ]
 
 
 class TestData:

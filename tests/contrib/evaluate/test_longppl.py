@@ -348,10 +348,8 @@ class TestCommand:
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         save(hybrid(), tiny_tokenizer, tmp_path / "hybrid")
-        workspace, others = (
-            tmp_path / "w",
-            ["--against", str(tmp_path / "hybrid"), "--evaluator", str(checkpoint)],
-        )
+        workspace = tmp_path / "w"
+        others = ["--against", str(tmp_path / "hybrid"), "--evaluator", str(checkpoint)]
         command = ["evaluate", "longppl", "--model", str(checkpoint), "--data", str(text), *others]
         command += ["-w", str(workspace)]
         main(command)

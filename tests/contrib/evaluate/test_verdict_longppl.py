@@ -61,11 +61,9 @@ def test_an_interrupted_verdict_gives_the_same_bytes(
 
 def test_scores_are_sums_over_the_parts_of_documents(blocks: TokenBlocks) -> None:
     """Documents of 24 tokens in blocks of 32: only those that a block holds whole are longer than 16."""
-    model, criterion, layout = (
-        decisive_model(),
-        Criterion.of(32, 16),
-        Layout(("GG", "GG", "GL", "GG"), window=8),
-    )
+    model = decisive_model()
+    criterion = Criterion.of(32, 16)
+    layout = Layout(("GG", "GG", "GL", "GG"), window=8)
     rounds = KeyTokenRounds(blocks, criterion, "text")
     prepared = rounds.prepare(0, model)
     with layout_applied(model, layout):

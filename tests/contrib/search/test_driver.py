@@ -201,12 +201,10 @@ class TableEvaluator:
         return None
 
     def __init__(self, table: HeadScores, num_documents: int = 20, error: float = 0.1) -> None:
-        self._table, self.settings, self.done, self._error = (
-            table,
-            {"name": "no model"},
-            list[str](),
-            error,
-        )
+        self._table = table
+        self.settings = {"name": "no model"}
+        self.done = list[str]()
+        self._error = error
         self.num_selection_documents = num_documents
 
     def documents(self, fidelity: Fidelity) -> Selection:
@@ -273,9 +271,8 @@ class TestSearch:
         assert best.full is not None
         assert best.full.percent == best.zero_shot.percent / 2
         kinds = [name.partition(" ")[0] for name in evaluator.done]
-        assert (
-            kinds == ["short", "short", "full", "full"] + ["short", "full"] * 3
-        )  # first with the control
+        # First with the control
+        assert kinds == ["short", "short", "full", "full"] + ["short", "full"] * 3
         assert sum(trial.short is not None for trial in trials if trial.sampler == "surrogate") >= 3
         again, idle = self.search(table, tmp_path / "study", effort)
         idle.done = evaluator.done[:]

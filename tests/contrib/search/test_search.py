@@ -73,9 +73,8 @@ class TestCommand:
         out = " ".join(shown.out.split())
         assert "best layouts, scored on 9 documents" in out
         assert "zero-shot and short on the 9 documents that select, full on others" in out
-        assert (
-            shown.err.count("full attention retrained (the control) has") == 2
-        )  # briefly and in full
+        # Briefly and in full
+        assert shown.err.count("full attention retrained (the control) has") == 2
         reports = workspace / "reports" / "tiny"
         rows = pd.read_csv(reports / "search.csv")
         assert (rows["num_global"] == np.where(rows["name"] == "other", 6, 4)).all()
@@ -118,9 +117,8 @@ class TestCommand:
         monkeypatch: pytest.MonkeyPatch,
         capsys: pytest.CaptureFixture[str],
     ) -> None:
-        monkeypatch.setattr(
-            RecipeEvaluator, "alarm", lambda *_: None
-        )  # the tiny model has learned nothing
+        # The tiny model has learned nothing
+        monkeypatch.setattr(RecipeEvaluator, "alarm", lambda *_: None)
         main(command(*project, "--budget", "4", "--trials", "5", "--retrain", "0", "--json"))
         result = json.loads(capsys.readouterr().out)
         file = Path(result["recommended"]["layout"])

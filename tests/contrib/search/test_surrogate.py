@@ -129,10 +129,8 @@ class TestHeadWeights:
         """A reversed signal is used too, and a useless one does no harm."""
         layouts, generator = drawn(25, 80), np.random.default_rng(1)
         weights = generator.normal(size=80)
-        good, useless = (
-            sign * weights + 0.3 * generator.normal(size=80),
-            generator.normal(size=(80, 1)),
-        )
+        good = sign * weights + 0.3 * generator.normal(size=80)
+        useless = generator.normal(size=(80, 1))
         scores = -(layouts @ weights)
         agreement = []
         for signals in (np.column_stack([good, useless]), useless):
@@ -231,9 +229,8 @@ class TestSearch:
         heads = [layout.heads for layout, _ in scored]
         assert {(layout.window, layout.sinks) for layout, _ in scored} == {(8, 4)}
         assert not space.contains(replace(scored[0][0], sinks=0))
-        before = (
-            trials - TRIALS_PER_ROUND
-        )  # the last generation has all that is left, sorted among repetitions
+        # The last generation has all that is left, sorted among repetitions
+        before = trials - TRIALS_PER_ROUND
         assert len(set(heads[:before])) == before
         assert len(set(heads)) == layouts
         assert all(space.contains(layout) for layout, _ in scored)

@@ -92,9 +92,8 @@ class TestAttentionMass:
         table = attention_mass(model, blocks, window, sinks=sinks, batch_size=4)
         far = np.tril(np.ones((LENGTH, LENGTH)), -window)
         far[:, :sinks] = 0
-        mass = (
-            (attentions(family, blocks.tokens) * far).sum(-1).reshape(4, 6, 2, 2, LENGTH).mean(3)
-        )  # [L, N, Hkv, T]
+        # [L, N, Hkv, T]
+        mass = (attentions(family, blocks.tokens) * far).sum(-1).reshape(4, 6, 2, 2, LENGTH).mean(3)
         assert 0.1 < mass[0].mean() < mass[1].mean() * 1.1 < 0.99
         if family == "gemma3_text":
             mass[::2] = 0
@@ -166,9 +165,8 @@ class TestRetrieval:
             assert tokens.shape == blocks.tokens.shape
             for row, text, at in zip(tokens, blocks.tokens, depth, strict=True):
                 assert np.array_equal(row[at : at + length], row[-length:])
-                assert (
-                    LENGTH - length - at - 1 >= 12
-                )  # from a token of the repetition back to the one it copies
+                # From a token of the repetition back to the one it copies
+                assert LENGTH - length - at - 1 >= 12
                 assert np.array_equal(
                     np.delete(row, slice(at, at + length))[:-length], text[: LENGTH - 2 * length]
                 )

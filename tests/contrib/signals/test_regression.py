@@ -96,9 +96,8 @@ class Evaluator:
 
     def __init__(self, gains: np.ndarray, num_documents: int) -> None:
         rng = np.random.default_rng(4)
-        self.gains = gains * rng.uniform(
-            0.5, 1.5, size=(num_documents, 1, 1)
-        )  # [documents, L, Hkv]
+        # [documents, L, Hkv]
+        self.gains = gains * rng.uniform(0.5, 1.5, size=(num_documents, 1, 1))
         self.counts = np.arange(10, 10 + num_documents)
         self.seen: list[Layout] = []
 

@@ -87,10 +87,8 @@ def test_names_by_other_people_are_text(
 def test_memory_is_that_of_the_cache(dense: Path, tmp_path: Path) -> None:
     """Compute the sizes: of 8 heads, 2 keep all keys and 6 keep 6."""
     export(Layout(("GL", "LL", "LL", "GL"), 6), dense, tmp_path / "out")
-    text, most = (
-        (tmp_path / "out/README.md").read_text(),
-        tiny_model().config.max_position_embeddings,
-    )
+    text = (tmp_path / "out/README.md").read_text()
+    most = tiny_model().config.max_position_embeddings
     assert [float(share) for share in re.findall(r"([\d.]+) % \|$", text, re.MULTILINE)] == [
         round(100 * (2 * tokens + 6 * 6) / (8 * tokens), 1)
         for tokens in (most, 8_192, 32_768, 131_072)
@@ -103,9 +101,8 @@ def test_memory_is_that_of_the_cache(dense: Path, tmp_path: Path) -> None:
 def test_the_card_of_a_native_architecture_may_be_edited(
     dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        verify_export, "check", lambda *_: 1e-7
-    )  # model/export/test_families.py is about it
+    # model/export/test_families.py is about it
+    monkeypatch.setattr(verify_export, "check", lambda *_: 1e-7)
     change_config(dense, lambda config: config.update(_name_or_path="org/saved"))
     layout = Layout(("GG", "LL", "LL", "GG"), 6)
     export(layout, dense, tmp_path / "out")

@@ -170,9 +170,8 @@ def test_plain_transformers_runs_the_hybrid(
     assert verify_export.compare(answer, exported.hybrid) <= verify_export.TOLERANCE
     if split == "layers" and types == "native":
         return  # the dense model itself
-    assert (
-        exported.dense_difference > 100 * verify_export.TOLERANCE
-    )  # so that the comparison can fail
+    # So that the comparison can fail
+    assert exported.dense_difference > 100 * verify_export.TOLERANCE
 
 
 def test_custom_types_load_after_import_spkv_nas(

@@ -63,9 +63,8 @@ def test_a_native_config_is_complete(name: str, tmp_path: Path) -> None:
         "use_sliding_window",
         "max_window_layers",
     }
-    assert {key: content[key] for key in sizes} == {
-        key: original[key] for key in sizes
-    }  # rope_theta among them
+    # rope_theta among them
+    assert {key: content[key] for key in sizes} == {key: original[key] for key in sizes}
     assert content["head_dim"] == original.get(
         "head_dim", original["hidden_size"] // original["num_attention_heads"]
     )

@@ -216,9 +216,8 @@ def test_engines_compute_the_hybrid_or_refuse(
     python = os.environ.get(variable)
     if not python:
         pytest.skip(f"{variable} does not name the Python of an environment with the engine")
-    monkeypatch.setattr(
-        verify_export, "check", lambda *_: 0.0
-    )  # other tests compare with plain transformers
+    # Other tests compare with plain transformers
+    monkeypatch.setattr(verify_export, "check", lambda *_: 0.0)
     prompt = torch.randint(3, 299, (PROMPT,), generator=torch.Generator().manual_seed(1)).tolist()
     # Export every model, and compute what the hybrid and the dense model do
     expected, dense = {}, {}
@@ -244,7 +243,8 @@ def test_engines_compute_the_hybrid_or_refuse(
         assert answer["tokens"] == tokens, name
         assert answer["prompt"] == pytest.approx(log_probs, abs=case.tolerance), name
         difference = max(abs(a - b) for a, b in zip(answer["prompt"], dense[name][0], strict=True))
+        # The model's own windows
         assert difference > 0.1 or case.options in (GEMMA, OLMO_YARN), (
             name,
             difference,
-        )  # the model's own windows
+        )

@@ -22,10 +22,11 @@ from spkv_nas.model.windows import add_learned_sinks, apply_layout
 from spkv_nas.serving.vllm import config as served
 from spkv_nas.serving.vllm.config import ServedLayer, prepare, served_layers
 
+# The plug-in imports no plans
 assert (VLLM.max_sinks, VLLM.max_windows) == (
     served.MAX_SINKS,
     served.MAX_WINDOWS,
-)  # the plug-in imports no plans
+)
 LAYOUT = Layout(("GL", "LL", "LG", "GG"), window=5)
 SEVERAL = {"heads": ("GN", "LM", "LG", "NN"), "window": 0, "windows": {"L": 3, "M": 5, "N": 9}}
 FOUR = {

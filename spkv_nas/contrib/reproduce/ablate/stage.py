@@ -148,9 +148,8 @@ def plan(options: AblateOptions, reporter: progress.Reporter) -> run_plan.Plan:
     trained: set[Path] = set()
     for name, recipe in ablations.recipes.items():
         planner = planner.with_recipe(recipe)
-        dense = (
-            [] if planner.dense_path in trained else planner.dense()
-        )  # a dense model that rows share counts once
+        # A dense model that rows share counts once
+        dense = [] if planner.dense_path in trained else planner.dense()
         trained.add(planner.dense_path)
         measure = planner.heldout_pass if name in ablations.untrained else planner.branch
         plans.append(planner.plan([*dense, measure(name, ablations.variants[name])]))
