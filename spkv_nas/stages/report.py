@@ -168,10 +168,13 @@ def _steps(workspace: Workspace, table: head_scores.HeadScores, verdict: Verdict
         if recommended is not None and recommended.command:
             return [Step(f"{formatting.capitalized(recommended.reason)}:", recommended.command)]
         return _retrain(workspace, table, verdict)
-    # Export the layout of the verdict, or retrain it first
+    # Export the layout of the verdict, or retrain it first. One that passes with the model's own weights needs no
+    # retraining, and the command that tested it has exported it, or said how
     name = verdict.layout.name
     trained = _trained(workspace, table, name)
     if trained is None:
+        if verdict.layout.answer == "passes":
+            return []
         return _retrain(workspace, table, verdict)
     exported = ExportOptions(
         model=str(trained), out=Path(f"{name}-export"), workspace=workspace.root

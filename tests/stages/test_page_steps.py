@@ -12,8 +12,13 @@ from helpers import make_comparison, make_domain_table, make_layouts
 
 from spkv_nas.artifacts.comparison import write_comparison
 from spkv_nas.artifacts.result_tables import TrainedModel, write_checkpoints
+from spkv_nas.base.workspace import Workspace
 from spkv_nas.report import page as report_page
+from spkv_nas.report.evidence import FULL_ATTENTION, VERDICT, Evidence, Result
+from spkv_nas.report.verdict import Verdict
+from spkv_nas.stages.lookup import find_table
 from spkv_nas.stages.options.report import ReportOptions
+from spkv_nas.stages.report import page_steps
 from spkv_nas.stages.report import run as report
 
 
@@ -64,3 +69,15 @@ def test_the_headline_layout_is_retrained_or_exported(workspace: Path) -> None:
     write_checkpoints(workspace / "reports/test", models, workspace)
     options = parsed(recommended(workspace))
     assert (options.model, str(options.out)) == ("runs/last", "last-export")
+
+
+@pytest.mark.parametrize(("answer", "commands"), [("passes", 0), ("open", 1)])
+def test_a_layout_that_passes_is_not_to_be_retrained(
+    workspace: Path, answer: str, commands: int
+) -> None:
+    """The page of ``auto`` said to retrain the layout that passes, which had been exported."""
+    folders = Workspace(workspace)
+    result = Result("densest", 0.3, answer=answer)
+    evidence = Evidence("without training", 0.0, VERDICT, FULL_ATTENTION, (result,))
+    verdict = Verdict(("", "densest", ""), layout=result, evidence=evidence)
+    assert len(page_steps(folders, find_table(folders, "test"), verdict)) == commands
