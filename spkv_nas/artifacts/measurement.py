@@ -72,6 +72,7 @@ class Measurement:
     # Of the same documents; empty: not recorded, or another criterion
     by_position: tuple[PositionLoss, ...] = ()
     displacement: Displacement | None = None  # of the same passes; None: not measured
+    note: str = ""  # what the criterion says besides
     source: Path | None = None  # the table; None for one in memory
 
     @property
@@ -122,6 +123,11 @@ def displacement_words(measured: Iterable[Measurement]) -> list[str]:
     return [each.displacement.words for each in measured if each.displacement is not None]
 
 
+def note_words(measured: Iterable[Measurement]) -> list[str]:
+    """Return what the criteria say about a candidate besides its losses."""
+    return [f"{each.criterion}: {each.note}" for each in measured if each.note]
+
+
 def measurements(
     rows: pd.DataFrame, record: Mapping[str, Any], source: Path | None = None
 ) -> list[Measurement]:
@@ -153,6 +159,7 @@ def measurements(
             context=record.get("context"),
             by_position=_by_position(row, record),
             displacement=Displacement.of_row(row),
+            note=record.get("notes", {}).get(row["candidate"], {}).get(row["criterion"], ""),
             source=source,
         )
         for row in rows.to_dict("records")

@@ -26,6 +26,7 @@ EXTRAS = {
         "transformers",
         "wonderwords",
     ),
+    "answers": ("jsonschema",),
     "gguf": ("gguf",),
     "lora": ("peft",),
     "search": ("optuna", "sqlalchemy"),

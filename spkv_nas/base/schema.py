@@ -80,4 +80,5 @@ def _known_keys(schema: type[BaseModel], location: tuple[Any, ...]) -> list[str]
         field = getattr(current, "model_fields", {}).get(part)
         kind = field.annotation if field else None
         current = next((part for part in get_args(kind) if hasattr(part, "model_fields")), kind)
-    return sorted(getattr(current, "model_fields", {}))
+    fields = getattr(current, "model_fields", {})
+    return sorted(field.alias or name for name, field in fields.items())

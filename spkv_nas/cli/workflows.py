@@ -357,7 +357,7 @@ def _export(options: AutoOptions, hybrid: _Hybrid, reporter: Reporter) -> str | 
 
 def _lines(options: AutoOptions, hybrid: _Hybrid, page: Path, serve: str | None) -> list[str]:
     """Return the lines that a user reads at the end: heads, memory, loss, files, and what was not tried."""
-    from spkv_nas.artifacts.measurement import displacement_words
+    from spkv_nas.artifacts.measurement import displacement_words, note_words
 
     layout = hybrid.layout
     name = hybrid.compared.against
@@ -373,6 +373,7 @@ def _lines(options: AutoOptions, hybrid: _Hybrid, page: Path, serve: str | None)
         _about_memory(hybrid.memory),
         "; ".join(losses),
         *displacement_words(hybrid.measured),
+        *note_words(hybrid.measured),
         "   ".join(files),
         f"not tried: {'; '.join(_not_tried(options, hybrid))}",
     ]

@@ -42,19 +42,29 @@ def encode(chat: str, name: str, tokenizer: Any, opening: tuple[int, ...]) -> To
     from the template's own. Raises ``UserError``, which names the document: there is no template, or it refuses the
     chat.
     """
+    ids = np.array(template_tokens(json.loads(chat), name, tokenizer), dtype=np.int32)
+    beginning = tuple(ids[: len(opening)].tolist())
+    return ids[len(opening) :] if beginning == opening else ids
+
+
+def template_tokens(
+    messages: Sequence[Mapping[str, Any]], name: str, tokenizer: Any, **options: Any
+) -> list[int]:
+    """Return the tokens of messages by the tokenizer's chat template, with ``options`` of ``apply_chat_template``.
+
+    Raises ``UserError`` as ``encode``.
+    """
     if not getattr(tokenizer, "chat_template", None):
         raise errors.UserError(no_template(name))
     try:
         encoded = tokenizer.apply_chat_template(
-            json.loads(chat), tokenize=True, return_dict=True, sanitize_control_tokens=True
+            messages, tokenize=True, return_dict=True, sanitize_control_tokens=True, **options
         )
     except Exception as error:  # of jinja2, or of what a template does
         raise errors.UserError(
             f"{name}: the model's chat template refuses it: {errors.first_line(error)}"
         ) from error
-    ids = np.array(encoded["input_ids"], dtype=np.int32)
-    beginning = tuple(ids[: len(opening)].tolist())
-    return ids[len(opening) :] if beginning == opening else ids
+    return list(encoded["input_ids"])
 
 
 def no_template(name: str) -> str:

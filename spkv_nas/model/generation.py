@@ -237,7 +237,7 @@ def continue_greedily(
         texts = [part.texts[0] for part in parts]
         return Continuations(texts, np.concatenate([part.densities for part in parts]))
     # Generate, and record the densities at the first pass, which holds the prompts
-    inputs, mask = _pad_left(ids)
+    inputs, mask = pad_left(ids)
     densities = np.full(len(ids), np.nan)
 
     def record(_model: torch.nn.Module, _args: tuple[object, ...], output: Any) -> None:
@@ -261,7 +261,7 @@ def continue_greedily(
     return Continuations(texts, densities)
 
 
-def _pad_left(prompts: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+def pad_left(prompts: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return tokens of prompts with padding before them, and a mask of 0 for padding, int64 [B, longest prompt]."""
     longest = max(map(len, prompts))
     inputs = torch.zeros(len(prompts), longest, dtype=torch.long)
@@ -281,18 +281,21 @@ def continue_tokens(
     *,
     temperature: float = 0.0,
     seeds: Sequence[tuple[int, int]] = (),
+    processors: Sequence[LogitsProcessor] = (),
+    cache: Cache | None = None,
 ) -> list[list[int]]:
     """Continue ``prompts``, int64 [B, T], token by token, and return the new tokens up to an end-of-text token.
 
     ``mask``, int64 [B, T], is 0 for the first tokens of each prompt that the model does not see, and 1 after them.
     ``temperature`` 0 decodes greedily. ``seeds`` are those of each prompt for sampling; a sample depends on them alone,
-    not on the rest of the batch. Raises ``UserError`` for logits that are not finite.
+    not on the rest of the batch. ``processors`` change the logits. A ``cache`` may hold the beginning of the prompts,
+    and holds all but the last new token afterwards. Raises ``UserError`` for logits that are not finite.
     """
     # Continue all rows until the last one ends
     config = generation_config(model, tokenizer, max_new_tokens)
     noise = [_Noise(temperature, seeds)] if temperature else []
     with modes.evaluation_mode(model):
-        generated = _generate(model, prompts, mask, config, *noise)
+        generated = _generate(model, prompts, mask, config, *noise, *processors, cache=cache)
     # Cut each row after its first end-of-text token
     end = config.eos_token_id
     ends = end if isinstance(end, list) else [end]
@@ -310,6 +313,7 @@ def _generate(
     mask: torch.Tensor,
     config: transformers.GenerationConfig,
     *processors: LogitsProcessor,
+    cache: Cache | None = None,
 ) -> torch.Tensor:
     """Generate greedily from ``inputs`` [B, T], where ``mask`` is 1, after ``processors``; int64 [B, T + new]."""
     model_shape.check_length(
@@ -319,7 +323,7 @@ def _generate(
         generated: torch.Tensor = model.generate(
             input_ids=inputs.to(input_device(model)),
             attention_mask=mask.to(input_device(model)),
-            past_key_values=fitting_cache(model),
+            past_key_values=fitting_cache(model) if cache is None else cache,
             logits_processor=transformers.LogitsProcessorList([OnlyFinite(), *processors]),
         )
     return generated

@@ -9,7 +9,13 @@ import numpy as np
 import pandas as pd
 
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.artifacts.measurement import Measurement, displacement_words, loss_text, measurements
+from spkv_nas.artifacts.measurement import (
+    Measurement,
+    displacement_words,
+    loss_text,
+    measurements,
+    note_words,
+)
 from spkv_nas.evaluation.verdict import criteria, words
 from spkv_nas.report import chart
 from spkv_nas.report.formatting import capitalized, listed, short, with_minus, without_folder
@@ -51,7 +57,11 @@ def verdict_section(name: str, rows: pd.DataFrame, record: Record) -> chart.Sect
         names.get(name, without_folder(name)): answer
         for name, answer in record.get("answers", {}).items()
     }
-    record = {**record, "answers": answers}
+    notes = {
+        names.get(name, without_folder(name)): by_criterion
+        for name, by_criterion in record.get("notes", {}).items()
+    }
+    record = {**record, "answers": answers, "notes": notes}
     measured = measurements(rows, record)
     # Say what was measured, and group the measurements by candidate
     against = without_folder(record.get("against", "the dense model"))
@@ -211,6 +221,7 @@ def _sentences(measured: list[Measurement], record: Record) -> Iterable[str]:
         of_candidate = [each for each in measured if each.candidate == candidate]
         verb, reason = words.conclusion(of_candidate, answer)
         parts = [f"{candidate} {verb}: {reason}", *displacement_words(of_candidate)]
+        parts += note_words(of_candidate)
         yield with_minus(f"{'; '.join(parts)}.")
     risk = record.get("risk")
     left_out = record.get("left_out")

@@ -469,6 +469,7 @@ def _record(result: BudgetResult, table: head_scores.HeadScores) -> dict[str, An
     if result.rivals is not None:
         record["contests"] = result.rivals.record()
     record["by_position"] = decision.rounded_positions(result)
+    record["notes"] = decision.recorded_notes(result)
     if result.alarm is not None:
         record[result_tables.ALARM] = result.alarm
     return record
@@ -531,9 +532,7 @@ def _sentences(result: BudgetResult) -> list[str]:
     compared = result.compared
     memory = result.memory
     sentences = [_answer(result)]
-    displaced = _displacement(result)
-    if displaced:
-        sentences.append(displaced)
+    sentences += _about_critical(result)
     order = _order(result)
     if order:
         sentences.append(order)
@@ -556,12 +555,17 @@ def _sentences(result: BudgetResult) -> list[str]:
     return sentences
 
 
-def _displacement(result: BudgetResult) -> str:
-    """Say how far the predictions at the critical budget are from the dense model's; empty if that is not known."""
+def _about_critical(result: BudgetResult) -> list[str]:
+    """Say how far the predictions at the critical budget are from the dense model's, and what criteria say besides."""
     if result.critical.passes is None:
-        return ""
+        return []
     name = result.compared.candidates[result.critical.passes].name
-    return result.displacement[name].words if name in result.displacement else ""
+    sentences = []
+    if name in result.displacement:
+        sentences.append(result.displacement[name].words)
+    for criterion, note in result.notes.get(name, {}).items():
+        sentences.append(console.escape(f"{criterion}: {note}"))
+    return sentences
 
 
 def _answer(result: BudgetResult) -> str:

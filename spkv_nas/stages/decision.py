@@ -248,6 +248,7 @@ def measured_by(
         "nouns": outcome.nouns,
         "num_samples": outcome.num_samples,
         "against": compared.against,
+        "notes": outcome.notes,
     }
     return measurements(outcome.rows if rows is None else rows, record)
 
@@ -257,6 +258,11 @@ def rounded_positions(outcome: Outcome) -> dict[str, list[list[float]]]:
     return {
         name: [_rounded(row) for row in rows] for name, rows in outcome.by_position.items() if rows
     }
+
+
+def recorded_notes(outcome: Outcome) -> dict[str, dict[str, str]]:
+    """Return what criteria say about every candidate besides its losses, as the record holds it."""
+    return {name: dict(notes) for name, notes in outcome.notes.items() if notes}
 
 
 def _rounded(row: Sequence[float]) -> list[float]:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from spkv_nas.artifacts.layout import Layout
+from spkv_nas.artifacts.measurement import note_words
 from spkv_nas.artifacts.proposal import layout_names
 from spkv_nas.artifacts.result_tables import ALARM, VERDICT
 from spkv_nas.base import console, progress
@@ -40,6 +41,7 @@ def run(options: VerdictOptions, reporter: progress.Reporter = progress.SILENT) 
     # Write the table
     record = {"answers": dict(outcome.answers), **decision.origin(options, compared)}
     record["by_position"] = decision.rounded_positions(outcome)
+    record["notes"] = decision.recorded_notes(outcome)
     if outcome.alarm is not None:
         record[ALARM] = outcome.alarm
     folder = options.folders.report_dir(compared.name)
@@ -133,6 +135,9 @@ def _sentences(result: VerdictResult) -> list[str]:
         if name in result.displacement:
             words_of_it = result.displacement[name].words
             sentences.append(f"{console.escape(name)}: {words_of_it}")
+        sentences += [
+            f"{console.escape(name)}: {console.escape(note)}" for note in note_words(measurements)
+        ]
     shared = words.shared_by(len(result.answers))
     basis = words.basis(result.risk, shared, compared.num_left_out, selected.by, selected.unknown)
     return [*sentences, console.escape(basis)]

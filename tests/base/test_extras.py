@@ -206,4 +206,4 @@ def test_every_package_of_an_extra_is_known() -> None:
     }
     # It comes with jinja2
     assert external == {extra: set(packages) - {"markupsafe"} for extra, packages in EXTRAS.items()}
-    assert declared["all"] == ["spkv-nas[gguf,lora,postgresql,search,tasks,tensorboard]"]
+    assert declared["all"] == ["spkv-nas[answers,gguf,lora,postgresql,search,tasks,tensorboard]"]

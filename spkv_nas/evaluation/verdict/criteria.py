@@ -13,6 +13,7 @@ from spkv_nas.artifacts.displacement import STATES, VALUES
 from spkv_nas.base import arrays, limits, registry
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.flag import Flag, default
+from spkv_nas.evaluation.answers.criteria import Answers
 from spkv_nas.evaluation.verdict.criterion import (
     POSITIONS,
     SCORE,
@@ -328,7 +329,7 @@ CRITERIA: registry.Registry[Criterion] = registry.Registry(
     "spkv_nas.criteria",
     "criterion",
     Criterion,  # type: ignore[type-abstract]
-    (DocumentNLLs(), Agreement(), Acceptance(), Recall()),
+    (DocumentNLLs(), Agreement(), Acceptance(), Recall(), Answers()),
 )
 
 

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 Float = arrays.Float
 Prepared = Mapping[str, NDArray[Any]]  # arrays of a round that the dense model prepared, by name
+# By name of a detail: that of each measured round, of a candidate and of the dense model
+Details = Callable[[str], tuple[Sequence[NDArray[Any]], Sequence[NDArray[Any]]]]
 NO_SCORE = -1.0  # of a sample that turns out to have none
 SCORE = arrays.Array("score", "number", "samples", low=-1.0)  # of a round, in its file
 # Sum of the NLL and number of tokens, by position
@@ -251,6 +253,10 @@ class Rounds(ABC):
         Without its arrays ``reference`` among those prepared, the model is the dense one, and they are returned.
         """
         return {SCORE.name: self.measure(index, model, prepared)}
+
+    def note(self, pairs: Float, details: Details) -> str:
+        """Say what the scores [n, 2] of a candidate and the dense model do not; "" if there is nothing to say."""
+        return ""
 
     def scores(self, measured: Sequence[Float]) -> Float:
         """Return one score per sample that the first rounds, measured in order, complete."""

@@ -296,6 +296,7 @@ def _outcome(
             each.name: trial.by_position(each, scores_of[each.name]) for each in looked_at
         },
         displacement=displacement,
+        notes={each.name: trial.notes(each, scores_of[each.name]) for each in looked_at},
         margins=[
             f"{margin:g} {criterion.test.unit} ({criterion.name})"
             for criterion, margin in trial.margins

@@ -9,6 +9,7 @@ margin in any criterion; there the risk is shared by the criteria too.
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -120,6 +121,9 @@ class Outcome(ComparedByValue):
     # Rows of ``Trial.by_position``, by name of the candidate
     by_position: Mapping[str, list[list[float]]]
     displacement: Mapping[str, Displacement]  # of the candidates whose NLL was measured, by name
+    notes: Mapping[
+        str, Mapping[str, str]
+    ]  # what criteria say besides, by name of the candidate and criterion
 
 
 @dataclass(frozen=True, eq=False)
@@ -326,6 +330,26 @@ class Trial:
         blocks = rounds.blocks.part(slice(0, number * rounds.size))
         return summary(blocks, self.store.details(candidate, rounds, number, VALUES.name))
 
+    def notes(self, candidate: Contender, pairs: Pairs) -> dict[str, str]:
+        """Return what the criteria say about a candidate besides its losses, by criterion."""
+        notes = {}
+        for name, measured in pairs.items():
+            rounds = self.samples[name]
+            number = -(-len(measured) // rounds.size)
+            details = partial(self._details, candidate, rounds, number)
+            if number and (note := rounds.note(measured, details)):
+                notes[name] = note
+        return notes
+
+    def _details(
+        self, candidate: Contender, rounds: Rounds, number: int, name: str
+    ) -> tuple[list[arrays.Float], list[arrays.Float]]:
+        """Return a detail of the first rounds, of a candidate and of the dense model."""
+        return (
+            self.store.details(candidate, rounds, number, name),
+            self.store.details(self.store.contender, rounds, number, name),
+        )
+
     def _measured_rounds(self, pairs: Pairs) -> tuple[DocumentRounds, int] | None:
         """Return the rounds of the NLL, and how many of them were measured; None if none was."""
         rounds = self.samples.get("nll")
@@ -442,6 +466,7 @@ def decide_all(
         num_samples=trial.num_samples,
         by_position={each.name: trial.by_position(each, pairs[each.name]) for each in candidates},
         displacement=displacement,
+        notes={each.name: trial.notes(each, pairs[each.name]) for each in candidates},
         answers=decided,
         alarm=nll_alarm(trial, candidates, pairs),
     )
