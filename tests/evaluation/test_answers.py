@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -14,8 +16,9 @@ from verdict_cases import check_resumes, decisive_model, run, write_folder
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
 from spkv_nas.data.tokenizer import END_OF_TEXT, train_bpe
-from spkv_nas.evaluation.answers import judges
+from spkv_nas.evaluation.answers import conversations, judges
 from spkv_nas.evaluation.answers.conversations import Encoded, answer, encode
+from spkv_nas.evaluation.answers.needles import NeedleQuestions, NeedleRounds
 from spkv_nas.evaluation.answers.questions import Conversation, read_questions
 from spkv_nas.evaluation.answers.rounds import AnswerRounds
 from spkv_nas.evaluation.verdict.criterion import Setting
@@ -89,7 +92,7 @@ def test_judges(judge: judges.Judge, right: list[str], wrong: list[str]) -> None
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"promt": "a"}, "unknown key 'promt'; did you mean 'prompt'?"),
+        ({"prompts": "a"}, "unknown key 'prompts'; did you mean 'prompt'?"),
         ({"prompt": 1}, "key 'prompt': .*string; found 1"),
         ({}, "give messages, for the model's chat template, or a prompt to continue"),
         ({"prompt": "a", "messages": [USER]}, "give messages, for the model's"),
@@ -97,7 +100,7 @@ def test_judges(judge: judges.Judge, right: list[str], wrong: list[str]) -> None
         ({"prompt": "a", "answer": "b", "pattern": "b"}, "answer and pattern: keep one"),
         ({"prompt": "a", "answer": " . "}, "the answer is empty"),
         ({"prompt": "a", "pattern": "("}, "pattern '\\('.*correct the regular expression"),
-        ({"prompt": "a", "schema": {"type": "objekt"}}, "no JSON Schema: type: 'objekt'"),
+        ({"prompt": "a", "schema": {"type": "thing"}}, "no JSON Schema: type: 'thing'"),
         ({"prompt": "a", "choices": ["b", "b"]}, "at least two different texts"),
         ({"prompt": "a", "choices": ["b", "c"], "answer": "d"}, "'d' is none of the choices"),
         ({"prompt": "a", "choices": ["b", "c"], "pattern": "b"}, "leave pattern out"),
@@ -256,7 +259,7 @@ class TestAnswering:
             {"prompt": "the quick brown fox jumps over", "pattern": "."},
             *({"prompt": f"{word} fox jumps over the lazy"} for word in ("the", "a", "one")),
         )
-        rounds = AnswerRounds(conversations, Setting(model, tiny_tokenizer, None), 6)
+        rounds = AnswerRounds(conversations, Setting(model, tiny_tokenizer, None), 6, "")
         dense = rounds.measure_all(0, model, {})
         assert dense["score"].tolist() == [1.0] * 4
         assert dense["lengths"].tolist() == [6] * 4
@@ -264,14 +267,94 @@ class TestAnswering:
             local = rounds.measure_all(0, model, {"written": dense["written"]})
             again = rounds.measure_all(0, model, {})["written"]
         is_same = (again == dense["written"]).cumprod(1).sum(1) / 6
-        is_judged = [
-            conversation.where.endswith("line 1") for conversation in rounds._conversations
-        ]
-        expected = [
-            1.0 if judged else share for judged, share in zip(is_judged, is_same, strict=True)
-        ]
+        expected = [1.0, *is_same[1:].tolist()]
         assert local["score"].tolist() == pytest.approx(expected)
         assert min(expected) < 1.0
+
+
+class TestNeedles:
+    def questions(self, tokenizer: PreTrainedTokenizerBase, length: int = 900) -> NeedleQuestions:
+        return NeedleQuestions(tokenizer, length, 12, 0)
+
+    @pytest.mark.parametrize("is_chat", [False, True])
+    def test_conversations_fill_the_length_with_their_answers(
+        self,
+        tiny_tokenizer: PreTrainedTokenizerBase,
+        chat_tokenizer: PreTrainedTokenizerBase,
+        is_chat: bool,
+    ) -> None:
+        tokenizer = chat_tokenizer if is_chat else tiny_tokenizer
+        questions = self.questions(tokenizer)
+        kinds = set()
+        for conversation in questions[:]:
+            encoded = encode(conversation, tokenizer)
+            length = encoded.num_tokens + len(encoded.turns) * questions.new_tokens
+            assert 850 <= length <= 900
+            text = tokenizer.decode(encoded.turns[0].tokens)
+            values = []
+            for turn in conversation.turns:
+                assert isinstance(turn.judge, judges.ContainedShare)
+                assert all(f"is {value}." in text for value in turn.judge.values)
+                values.append(len(turn.judge.values))
+            kinds.add(tuple(values))
+            assert text.endswith((" is", " are"))
+            assert text.startswith(END_OF_TEXT + "user") == is_chat
+        assert kinds == {(1,), (2,), (1, 1)}
+        assert questions[3:5] == self.questions(tokenizer)[:][3:5]
+        with pytest.raises(UserError, match=r"needles needs at least \d+ tokens"):
+            self.questions(tokenizer, 200)[:4]
+
+    def test_a_model_that_finds_few_is_no_judge(
+        self, tiny_tokenizer: PreTrainedTokenizerBase
+    ) -> None:
+        setting = Setting(decisive_model(), tiny_tokenizer, None)
+        rounds = NeedleRounds(self.questions(tiny_tokenizer), setting)
+        asked = []
+
+        def score(found: float, number: int) -> np.ndarray:
+            asked.append(number)
+            return np.full(4 * number, found)
+
+        rounds.check_dense(partial(score, 0.7))
+        assert asked == [1, 2, 3]
+        with pytest.raises(UserError, match=r"finds 50 % .* 900 tokens hide.*\n.*recall=10"):
+            rounds.check_dense(partial(score, 0.5))
+        asked.clear()
+        with pytest.raises(UserError, match=r"finds 0 % of the numbers"):
+            rounds.check_dense(partial(score, 0.0))
+        assert asked == [1], "one round is enough"
+
+    def test_numbers_that_both_models_find_are_scored(
+        self, tiny_tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The dense model writes all numbers of its first questions, a candidate half of them."""
+        questions = self.questions(tiny_tokenizer)
+        values = [
+            value
+            for conversation in questions[:4]
+            for turn in conversation.turns
+            if isinstance(turn.judge, judges.ContainedShare)
+            for value in turn.judge.values
+        ]
+
+        def write(share: float) -> None:
+            written = " ".join(values[: int(share * len(values))])
+            tokens = tiny_tokenizer(written)["input_ids"]
+            monkeypatch.setattr(
+                conversations,
+                "answer",
+                lambda _m, _t, asked, _n: [[tokens] * len(e.turns) for e in asked],
+            )
+
+        rounds = NeedleRounds(questions, Setting(decisive_model(), tiny_tokenizer, None))
+        write(1.0)
+        dense = rounds.measure_all(0, decisive_model(), {})
+        assert dense["score"].tolist() == [1.0] * 4
+        write(0.5)
+        local = rounds.measure(0, decisive_model(), dense)
+        assert 0.0 < local.mean() < 1.0
+        note = rounds.note(np.stack([local, dense["score"]], 1), lambda _: ([], []))
+        assert note.endswith("of the numbers that 900 tokens hide, dense model 100.0 %")
 
 
 class TestVerdict:
@@ -298,6 +381,24 @@ class TestVerdict:
         )
         page = (result.folder / "verdict.yaml").read_text()
         assert "answers 1.00 times as long" in page
+
+    def test_the_first_alternative_that_judges_the_model_counts(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """Blocks of 32 tokens hold no needle question, but a passage that occurs again."""
+        with pytest.raises(UserError, match="RULER's needles needs at least"):
+            run("full.yaml", margin="needles=5")
+        result = run("full.yaml", margin="needles=5|recall=50:distance=20")
+        assert result.rows["criterion"].tolist() == ["recall"]
+        assert "of passages that occur again, dense model" in result.notes["full"]["recall"]
+        caplog.clear()
+        result = run("full.yaml", margin="nll=20%,needles=5|recall=50:distance=25", max_tokens=1024)
+        assert result.rows["criterion"].tolist() == ["nll"]
+        assert "needles and recall judge nothing of this model and text" in caplog.text
+        with pytest.raises(UserError, match="25 apart"):
+            run("full.yaml", margin="needles=5|recall=50:distance=25")
+        with pytest.raises(UserError, match="recall has two margins"):
+            run("full.yaml", margin="recall=5,needles=5|recall=50")
 
     @pytest.mark.slow
     def test_an_interrupted_verdict_gives_the_same_bytes(

@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.cache_utils import Cache
 
 from spkv_nas.base import errors, special_tokens
 from spkv_nas.data import chats
@@ -50,6 +50,7 @@ def encode(conversation: Conversation, tokenizer: PreTrainedTokenizerBase) -> En
     turns = []
     for number, turn in enumerate(conversation.turns):
         added = tokens(conversation, number, tokenizer)
+        added += special_tokens.encode_text(turn.opening, tokenizer)["input_ids"]
         turns.append(EncodedTurn(tuple(added), _choices(turn, conversation, tokenizer)))
     return Encoded(tuple(turns))
 
@@ -59,10 +60,8 @@ def _text_tokens(
 ) -> list[int]:
     """Return the tokens of a text that is continued."""
     text = conversation.turns[number].prompt
-    if number:
-        return list(special_tokens.encode_text(text, tokenizer)["input_ids"])
-    encoded = special_tokens.encode_text(text + conversation.opening, tokenizer)["input_ids"]
-    return [*special_tokens.tokens_before(tokenizer), *encoded]
+    encoded = list(special_tokens.encode_text(text, tokenizer)["input_ids"])
+    return encoded if number else [*special_tokens.tokens_before(tokenizer), *encoded]
 
 
 def _chat_tokens(
@@ -84,8 +83,7 @@ def _chat_tokens(
         )
 
     if number == 0:
-        opening = special_tokens.encode_text(conversation.opening, tokenizer)["input_ids"]
-        return [*rendered(""), *opening]
+        return rendered("")
     first, other = map(rendered, _PLACEHOLDERS)
     return first[len(first) - _common(first[::-1], other[::-1]) :]
 
@@ -183,7 +181,7 @@ def _continue(
     turns: Sequence[EncodedTurn],
     contexts: Sequence[Sequence[int]],
     new_tokens: int,
-    cache: Any = None,
+    cache: Cache | None = None,
 ) -> list[list[int]]:
     """Continue contexts, each with the answer to its turn."""
     inputs, mask = generation.pad_left(contexts)

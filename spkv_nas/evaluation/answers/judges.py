@@ -3,11 +3,12 @@
 import json
 import re
 import unicodedata
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
+Object = dict[str, Any]  # of JSON
 # What may stand around an answer that is the same without it
 _EDGES = " \t\n.,;:!?\"'`*_()[]\u201c\u201d\u2018\u2019\u00ab\u00bb"
 _FENCED = re.compile(r"```(?:json)?\s*(.*?)\s*```", re.DOTALL)
@@ -66,7 +67,7 @@ class ContainedShare:
 class SchemaFit:
     """Accept texts that are JSON, which may stand in a code fence, and that fit a JSON Schema."""
 
-    schema: Mapping[str, Any] | bool
+    schema: Object | bool
 
     @cached_property
     def _validator(self) -> Any:
@@ -100,7 +101,7 @@ class ToolCall:
     """
 
     name: str
-    arguments: Mapping[str, Any]
+    arguments: Object
 
     def score(self, text: str) -> float:
         """Return 1 if name and arguments are the same, else 0."""
@@ -111,7 +112,7 @@ class ToolCall:
         return float(call.get("name") == self.name and arguments == self.arguments)
 
 
-def _objects(text: str) -> Iterator[dict[str, Any]]:
+def _objects(text: str) -> Iterator[Object]:
     """Yield the outermost JSON objects of a text, and those of its lists."""
     decoder = json.JSONDecoder()
     start = text.find("{")

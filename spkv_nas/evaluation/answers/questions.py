@@ -8,16 +8,16 @@ The file is JSON Lines, one conversation a line, such as::
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from pydantic import Field
 
 from spkv_nas.base import errors, files, schema
 from spkv_nas.evaluation.answers import judges
 
+Object = judges.Object
 _MAX_BYTES = 1 << 30
 _JUDGES = ("answer", "pattern", "schema", "call")
 
@@ -32,6 +32,7 @@ class Turn:
     prompt: str  # next message of the user, or text that is continued; "" for the first of a chat
     judge: judges.Judge | None
     choices: tuple[str, ...] = ()
+    opening: str = ""  # beginning of the answer that is given to the model
 
 
 @dataclass(frozen=True)
@@ -40,18 +41,15 @@ class Conversation:
 
     where: str  # for errors
     turns: tuple[Turn, ...]
-    messages: tuple[
-        Mapping[str, Any], ...
-    ] = ()  # up to the first question; empty: texts are continued
-    tools: tuple[Mapping[str, Any], ...] = ()  # for the chat template
-    opening: str = ""  # beginning of the first answer that is given to the model
+    messages: tuple[Object, ...] = ()  # up to the first question; empty: texts are continued
+    tools: tuple[Object, ...] = ()  # for the chat template
 
 
 class Call(schema.Section):
     """Tool call that is expected."""
 
     name: str
-    arguments: dict[str, Any] = Field(default_factory=dict)
+    arguments: Object = Field(default_factory=dict)
 
 
 class Asked(schema.Section):
@@ -60,7 +58,7 @@ class Asked(schema.Section):
     answer: str | list[str] | None = None
     pattern: str | None = None
     choices: list[str] | None = None
-    fits: dict[str, Any] | bool | None = Field(None, alias="schema")
+    fits: Object | bool | None = Field(None, alias="schema")
     call: Call | None = None
 
     def turn(self, where: str, prompt: str, *, is_chat: bool) -> Turn:
@@ -74,7 +72,7 @@ class Asked(schema.Section):
         return Turn(prompt, self._judge(where, is_chat=is_chat), choices)
 
     @property
-    def _values(self) -> dict[str, Any]:
+    def _values(self) -> dict[str, object]:
         """Return the judging keys with their values."""
         return {
             "answer": self.answer,
@@ -132,9 +130,9 @@ class FollowUp(Asked):
 class Line(Asked):
     """Line of a file of questions."""
 
-    messages: list[dict[str, Any]] | None = None
+    messages: list[Object] | None = None
     prompt: str | None = None
-    tools: list[dict[str, Any]] = Field(default_factory=list)
+    tools: list[Object] = Field(default_factory=list)
     then: list[FollowUp] = Field(default_factory=list)
 
     def conversation(self, where: str) -> Conversation:
@@ -169,7 +167,7 @@ def read_questions(file: Path) -> list[Conversation]:
     return conversations
 
 
-def _rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def _rows(file: Path) -> Iterator[tuple[str, Object]]:
     """Yield the objects of a file, each with the place that errors name."""
     text = files.read_text(file, "questions", max_bytes=_MAX_BYTES)
     for number, line in enumerate(text.split("\n"), 1):
@@ -187,7 +185,7 @@ def _rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         yield where, row
 
 
-def _check_messages(where: str, messages: list[dict[str, Any]]) -> None:
+def _check_messages(where: str, messages: list[Object]) -> None:
     """Raise ``UserError`` unless messages have roles and end with one that a model answers."""
     for message in messages:
         if not isinstance(message.get("role"), str):
@@ -200,7 +198,7 @@ def _check_messages(where: str, messages: list[dict[str, Any]]) -> None:
         )
 
 
-def _schema_fit(where: str, fits: Mapping[str, Any] | bool) -> judges.SchemaFit:
+def _schema_fit(where: str, fits: Object | bool) -> judges.SchemaFit:
     """Return the judge of a JSON Schema. Raises ``UserError`` if it is none."""
     import jsonschema
 

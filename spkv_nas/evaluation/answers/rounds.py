@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,37 @@ _NOTHING = -1  # after the end of an answer
 WRITTEN = arrays.Array("written", "whole", "A T", low=_NOTHING)  # answers of the dense model
 
 
+class Questions(Protocol):
+    """Conversations in random order."""
+
+    def __len__(self) -> int:
+        """Return how many there are."""
+
+    def __getitem__(self, part: slice, /) -> Sequence[Conversation]:
+        """Return some of them."""
+
+
+def in_random_order(
+    conversations: Sequence[Conversation], setting: criterion.Setting, new_tokens: int
+) -> tuple[list[Conversation], str]:
+    """Return the conversations of a file in random order, and a text that tells them from others.
+
+    Raises ``UserError``, which names the place of a conversation: the model has no chat template for it, or it is too
+    long.
+    """
+    from spkv_nas.evaluation.answers.conversations import check_room, encode
+
+    order = np.random.default_rng((setting.seed, _STREAM)).permutation(len(conversations))
+    shuffled = [conversations[number] for number in order.tolist()]
+    key = hashlib.sha256()
+    for conversation in shuffled:
+        encoded = encode(conversation, setting.tokenizer)
+        check_room(setting.dense, encoded, new_tokens, conversation.where)
+        judged = [judges.described(turn.judge) for turn in conversation.turns]
+        key.update(f"{encoded} {judged}".encode())
+    return shuffled, key.hexdigest()
+
+
 class AnswerRounds(criterion.Rounds):
     """Mean scores of the answers of conversations, whose turns share a context.
 
@@ -31,30 +62,15 @@ class AnswerRounds(criterion.Rounds):
     reference = (WRITTEN,)
 
     def __init__(
-        self, conversations: Sequence[Conversation], setting: criterion.Setting, new_tokens: int
+        self, questions: Questions, setting: criterion.Setting, new_tokens: int, identity: str
     ) -> None:
-        """Encode the conversations, and put them in random order.
-
-        Raises ``UserError``, which names the place of a conversation: the model has no chat template for it, or it is
-        too long.
-        """
-        from spkv_nas.evaluation.answers.conversations import check_room, encode
-
-        order = np.random.default_rng((setting.seed, _STREAM)).permutation(len(conversations))
-        self._conversations = [conversations[number] for number in order.tolist()]
+        """Ask ``questions``, to which answers have at most ``new_tokens``; ``identity`` is a text that tells them."""
+        self._questions = questions
         self._tokenizer = setting.tokenizer
         self._new_tokens = new_tokens
-        self._encoded = []
         # Answers of the dense model are part of what is measured
-        key = hashlib.sha256(f"{setting.identity} {new_tokens}".encode())
-        for conversation in self._conversations:
-            encoded = encode(conversation, self._tokenizer)
-            check_room(setting.dense, encoded, new_tokens, conversation.where)
-            self._encoded.append(encoded)
-            judged = [judges.described(turn.judge) for turn in conversation.turns]
-            key.update(f"{encoded} {judged}".encode())
-        self.identity = key.hexdigest()
-        self.num_samples = len(conversations)
+        self.identity = f"{identity} {setting.identity} {new_tokens}"
+        self.num_samples = len(questions)
 
     def measure(
         self, index: int, model: "PreTrainedModel", prepared: criterion.Prepared
@@ -66,9 +82,10 @@ class AnswerRounds(criterion.Rounds):
         self, index: int, model: "PreTrainedModel", prepared: criterion.Prepared
     ) -> dict[str, NDArray[Any]]:
         """Return the scores of a round with the lengths of its answers; of the dense model, its answers, too."""
-        from spkv_nas.evaluation.answers.conversations import answer
+        from spkv_nas.evaluation.answers.conversations import answer, encode
 
-        encoded = self._encoded[self.part(index)]
+        conversations = self._questions[self.part(index)]
+        encoded = [encode(conversation, self._tokenizer) for conversation in conversations]
         answers = answer(model, self._tokenizer, encoded, self._new_tokens)
         flat = [tokens for conversation in answers for tokens in conversation]
         measured: dict[str, NDArray[Any]] = {
@@ -78,16 +95,19 @@ class AnswerRounds(criterion.Rounds):
         if written is None:
             written = _padded(flat)
             measured[WRITTEN.name] = written
-        measured[criterion.SCORE.name] = self._scores(index, flat, written)
+        measured[criterion.SCORE.name] = self._scores(conversations, flat, written)
         return measured
 
     def _scores(
-        self, index: int, answers: Sequence[list[int]], written: NDArray[np.int64]
+        self,
+        conversations: Sequence[Conversation],
+        answers: Sequence[list[int]],
+        written: NDArray[np.int64],
     ) -> criterion.Float:
         """Return the mean score of each conversation, by its answers and those of the dense model, in order."""
         pairs = zip(answers, written, strict=True)
         scores = []
-        for conversation in self._conversations[self.part(index)]:
+        for conversation in conversations:
             by_turn = []
             for turn in conversation.turns:
                 tokens, dense = next(pairs)

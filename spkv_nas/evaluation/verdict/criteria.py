@@ -13,11 +13,13 @@ from spkv_nas.artifacts.displacement import STATES, VALUES
 from spkv_nas.base import arrays, limits, registry
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.flag import Flag, default
-from spkv_nas.evaluation.answers.criteria import Answers
+from spkv_nas.evaluation.answers.criteria import Answers, Needles
+from spkv_nas.evaluation.verdict.alternatives import Alternatives
 from spkv_nas.evaluation.verdict.criterion import (
     POSITIONS,
     SCORE,
     Criterion,
+    Details,
     MeanDrop,
     MeanShortfall,
     Prepared,
@@ -34,8 +36,9 @@ if TYPE_CHECKING:
 Margins = list[tuple[Criterion, float]]  # criteria with the largest loss allowed in each
 _CUE = 4  # first tokens of a repeated passage, by which a model recognises it
 # What stands before one
-_CRITERION, _OPTION = (
+_CRITERION, _ALTERNATIVE, _OPTION = (
     re.compile(r",(?=\s*[\w-]+=)"),
+    re.compile(r"\|(?=\s*[\w-]+=)"),
     re.compile(r":(?=[\w-]+=)"),
 )
 NewTokens = Annotated[
@@ -310,6 +313,11 @@ class RecallRounds(Rounds):
         self.identity = f"{identity} {first} {length}"
         self.num_samples = blocks.num_blocks
 
+    def note(self, pairs: arrays.Float, details: Details) -> str:
+        """Return how much of the passages both models recall."""
+        own, dense = 100.0 * pairs.mean(0)
+        return f"predicts {own:.1f} % of passages that occur again, dense model {dense:.1f} %"
+
     def measure(self, index: int, model: "PreTrainedModel", prepared: Prepared) -> arrays.Float:
         """Return the share of each passage of a round whose tokens, but for the first four, are the most probable."""
         from spkv_nas.evaluation.continuations import predict
@@ -329,31 +337,39 @@ CRITERIA: registry.Registry[Criterion] = registry.Registry(
     "spkv_nas.criteria",
     "criterion",
     Criterion,  # type: ignore[type-abstract]
-    (DocumentNLLs(), Agreement(), Acceptance(), Recall(), Answers()),
+    (DocumentNLLs(), Agreement(), Acceptance(), Recall(), Answers(), Needles()),
 )
 
 
 def parse_margins(text: str) -> Margins:
     """Return the criteria with their margins, in the order of "nll=1%,ruler=2:lengths=512,4k:tasks=vt".
 
-    Raises ``UserError`` if a criterion is unknown or named twice, a margin is no positive number below 100, or an
-    option is wrong.
+    Of criteria that "|" separates, such as "needles=5|recall=10", the first that the dense model can be judged by
+    counts. Raises ``UserError`` if a criterion is unknown or named twice, a margin is no positive number below 100, or
+    an option is wrong.
     """
-    margins: dict[str, tuple[Criterion, float]] = {}
+    margins: Margins = []
+    named: list[str] = []
     for part in _CRITERION.split(text):
-        # Split the margin and the options from the name
-        loss, *options = _OPTION.split(part.strip())
-        name, _, amount = (word.strip() for word in loss.partition("="))
-        criterion = CRITERIA[name]
-        number = _number(amount.removesuffix("%"))
-        if not 0.0 < number < 100.0:
-            raise UserError(
-                f"--margin {loss}: expected NAME=LOSS with a loss above 0 and below 100"
-            )
-        if name in margins:
-            raise UserError(f"--margin {text}: {name} has two margins")
-        margins[name] = criterion.with_words(options), number
-    return list(margins.values())
+        options = [_parse_margin(alternative) for alternative in _ALTERNATIVE.split(part)]
+        named += [criterion.name for criterion, _ in options]
+        margins.append(options[0] if len(options) == 1 else (Alternatives(tuple(options)), 0.0))
+    twice = next((name for name in named if named.count(name) > 1), None)
+    if twice is not None:
+        raise UserError(f"--margin {text}: {twice} has two margins")
+    return margins
+
+
+def _parse_margin(text: str) -> tuple[Criterion, float]:
+    """Return one criterion with its margin."""
+    # Split the margin and the options from the name
+    loss, *options = _OPTION.split(text.strip())
+    name, _, amount = (word.strip() for word in loss.partition("="))
+    criterion = CRITERIA[name]
+    number = _number(amount.removesuffix("%"))
+    if not 0.0 < number < 100.0:
+        raise UserError(f"--margin {loss}: expected NAME=LOSS with a loss above 0 and below 100")
+    return criterion.with_words(options), number
 
 
 def parse_risk(text: str | float) -> float:

@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 
 Float = arrays.Float
 Prepared = Mapping[str, NDArray[Any]]  # arrays of a round that the dense model prepared, by name
+DenseScore = Callable[
+    [int], Float
+]  # scores of the dense model on the first rounds, by their number
 # By name of a detail: that of each measured round, of a candidate and of the dense model
 Details = Callable[[str], tuple[Sequence[NDArray[Any]], Sequence[NDArray[Any]]]]
 NO_SCORE = -1.0  # of a sample that turns out to have none
@@ -253,6 +256,10 @@ class Rounds(ABC):
         Without its arrays ``reference`` among those prepared, the model is the dense one, and they are returned.
         """
         return {SCORE.name: self.measure(index, model, prepared)}
+
+    def check_dense(self, score: DenseScore) -> None:
+        """Raise ``UserError`` if the dense model's scores are too low to judge a candidate by."""
+        return
 
     def note(self, pairs: Float, details: Details) -> str:
         """Say what the scores [n, 2] of a candidate and the dense model do not; "" if there is nothing to say."""

@@ -26,6 +26,7 @@ from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.data.held_out import hold_out
 from spkv_nas.evaluation import alarms, micro_batch, paired, separators, zero_shot
 from spkv_nas.evaluation.contest import most_tokens
+from spkv_nas.evaluation.verdict import alternatives
 from spkv_nas.evaluation.verdict.contenders import Contender, ScoreStore
 from spkv_nas.evaluation.verdict.criteria import DocumentRounds, Margins, parse_margins, parse_risk
 from spkv_nas.evaluation.verdict.criterion import (
@@ -199,9 +200,11 @@ class Trial:
         circumstances: alarms.Circumstances | None = None,
         contest: TokenBlocks | None = None,
     ) -> "Trial":
-        """Prepare the samples of every criterion. Raises ``UserError`` if one has none."""
-        samples = {criterion.name: criterion.prepare(setting) for criterion, _ in margins}
-        return cls(margins, samples, store, circumstances, contest)
+        """Prepare the samples of every criterion. Raises ``UserError`` as ``alternatives.prepared``."""
+        judged = alternatives.prepared(margins, setting, store)
+        chosen = [(criterion, margin) for criterion, margin, _ in judged]
+        samples = {criterion.name: rounds for criterion, _, rounds in judged}
+        return cls(chosen, samples, store, circumstances, contest)
 
     @property
     def nouns(self) -> dict[str, str]:
