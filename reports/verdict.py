@@ -2,7 +2,8 @@
 
 Run ``python reports/verdict.py``; about fifteen minutes of one core. Every run draws samples with replacement from real
 scores that are moved to the margin, where neither answer is right. The e-processes are looked at after every sample.
-Prints Markdown. ``python reports/verdict.py measure`` measures the scores of ``verdict-scores.npz`` again.
+Prints Markdown. ``python reports/verdict.py measure`` measures the scores of ``verdict-scores.npz`` again;
+``python reports/verdict.py written 1000`` simulates only written answers and recall, in a few seconds for 1,000 runs.
 
 - NLL by document: the 93 held-out documents of ``reports/stdlib-21x3/comparison-documents.npz``, dense model and
   retrained layouts; also with document lengths drawn from a log-normal distribution (sigma 1), whose sums of NLL are
@@ -14,6 +15,7 @@ Prints Markdown. ``python reports/verdict.py measure`` measures the scores of ``
 - The other criteria: 240 samples each of two layouts on the embedded model, without retraining, in
   ``reports/stdlib-21x3/verdict-scores.npz``. NLL sums of key tokens are moved as NLL by document is; scores from 0 to 1
   are moved by replacing the candidate's, at random, by the dense model's, by 0, or by 1.
+- Written answers and recall: drawn scores of models that are often, or seldom, right, moved in the same way.
 """
 
 from __future__ import annotations
@@ -162,6 +164,44 @@ def shares(pairs: Float, margin: float, distance: float) -> Draw:
         return np.stack([candidate - pairs[chosen, 1] + margin, np.ones_like(candidate)])
 
     return draw
+
+
+def written(random: np.random.Generator, number: int = 2000) -> Iterator[tuple[str, float, Float]]:
+    """Yield name, margin and drawn scores [n, 2] of a candidate and the dense model, by criterion.
+
+    Answers are right or wrong, or have a share of the dense model's own; conversations about needles find none, half or
+    all of the numbers; passages are recalled in part.
+    """
+    differs = random.random(number) < 0.2
+    for rate in (0.7, 0.3):
+        dense = (random.random(number) < rate).astype(np.float64)
+        candidate = np.where(differs, random.random(number) < rate - 0.1, dense)
+        yield f"answers, {100 * rate:.0f} % right", 0.05, np.stack([candidate, dense], 1)
+    same = np.where(random.random(number) < 0.8, 1.0, random.random(number))
+    yield "answers, the dense model's own", 0.05, np.stack([same, np.ones(number)], 1)
+    for rate in (0.95, 0.65):
+        found = random.random((number, 2)) < rate
+        lost = random.random((number, 2)) < 0.1
+        pairs = np.stack([(found & ~lost).mean(1), found.mean(1)], 1)
+        yield f"needles, {100 * rate:.0f} % found", 0.05, pairs
+    recalled = random.beta(1.0, 1.0, number)
+    changed = np.clip(recalled + random.normal(-0.05, 0.15, number), 0.0, 1.0)
+    yield "recall, half recalled", 0.1, np.stack([changed, recalled], 1)
+
+
+def written_errors(runs: int, looks: int = 400) -> None:
+    """Print how often candidates at the margin pass or fail at any sample, by written answers and recall."""
+    say(
+        f"## Wrong answers at the margin, {runs:,} runs of {looks} samples, risk {100 * RISK:g} %\n"
+    )
+    say("| criterion | passes % | fails % |\n|---|---|---|")
+    for name, margin, pairs in written(np.random.default_rng(5)):
+        draw = shares(pairs, margin, 0.0)
+        wrong = []
+        for sign in (1.0, -1.0):
+            log_e = partial(by_shares, sign=sign, margin=margin)
+            wrong.append(np.isfinite(stops(draw, log_e, looks, runs=runs)).mean())
+        say(f"| {name}, margin {100 * margin:g} | {100 * wrong[0]:.1f} | {100 * wrong[1]:.1f} |")
 
 
 def by_documents(drawn: Float, sign: float = 1.0) -> Float:
@@ -339,8 +379,11 @@ def measure() -> None:
 if __name__ == "__main__":
     if sys.argv[1:] == ["measure"]:
         measure()
+    elif sys.argv[1:2] == ["written"]:
+        written_errors(int(sys.argv[2]))
     else:
         errors()
         rare_losses()
         power()
         campaigns()
+        written_errors(RUNS)

@@ -400,10 +400,17 @@ def _not_tried(options: AutoOptions, hybrid: _Hybrid) -> list[str]:
     else:
         not_tried.append("full attention retrained alike")
     # Windows lose recall from afar, which the NLL of a text hardly shows (reports/llama-30m)
-    if "recall" not in hybrid.compared.trial.nouns:
-        not_tried.append(f"recall from afar (--margin {options.margin},recall=10)")
+    if not {"needles", "recall"} & set(hybrid.compared.trial.nouns):
+        not_tried.append("recall from afar, which nll hardly shows" + _judging(options.margin))
     not_tried.append("other tasks")
     return not_tried
+
+
+def _judging(margin: str) -> str:
+    """Return the option that also judges recall, in brackets; "" if the margin has it, but nothing could judge it."""
+    if "recall=" in margin or "needles=" in margin:
+        return ""
+    return f" (--margin '{margin},needles=5|recall=10')"
 
 
 def _remedies(options: AutoOptions, search: BudgetResult) -> list[str]:

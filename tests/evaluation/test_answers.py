@@ -233,7 +233,9 @@ class TestAnswering:
         conversations = self.encoded(
             tmp_path, chat_tokenizer, {"messages": [USER], "then": [{"prompt": "Why?"}]}
         )
-        answer(decisive_model(), chat_tokenizer, conversations, 5)
+        model = decisive_model()
+        model.generation_config.eos_token_id = [299, end]
+        answer(model, chat_tokenizer, conversations, 5)
         first, second = contexts
         added = second[len(first) :]
         assert added[:2] == [7, end]

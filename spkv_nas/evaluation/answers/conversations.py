@@ -161,12 +161,13 @@ def _converse(
 ) -> Answers:
     """Answer the turns of one conversation, each on the cache that the turns before it left."""
     cache = generation.fitting_cache(model)
+    ends = _ends(model, tokenizer)
     context: tuple[int, ...] = ()
     answers: Answers = []
     for turn in conversation.turns:
         added = turn.tokens
-        # A model that ended its answer wrote the token that a template puts after it
-        if answers and added and answers[-1][-1] == added[0]:
+        # A model that ended its answer may have written the token that a template puts after it
+        if answers and answers[-1][-1] in ends and added[:1] == (answers[-1][-1],):
             added = added[1:]
         context += added
         [written] = _continue(model, tokenizer, [turn], [context], new_tokens, cache)
@@ -187,23 +188,24 @@ def _continue(
     inputs, mask = generation.pad_left(contexts)
     processors = []
     if any(turn.choices for turn in turns):
-        config = generation.generation_config(model, tokenizer, new_tokens)
+        ends = _ends(model, tokenizer)
+        if not ends:
+            raise errors.UserError(
+                "choices: this model has no end-of-text token, which ends one: judge by pattern"
+            )
         choices = [turn.choices for turn in turns]
-        processors.append(_OnlyChoices(choices, inputs.shape[1], _end(config)))
+        processors.append(_OnlyChoices(choices, inputs.shape[1], ends[0]))
     return generation.continue_tokens(
         model, tokenizer, inputs, mask, new_tokens, processors=processors, cache=cache
     )
 
 
-def _end(config: transformers.GenerationConfig) -> int:
-    """Return an end-of-text token, which ends one of several choices. Raises ``UserError`` if there is none."""
-    end = config.eos_token_id
-    first = end[0] if isinstance(end, list) else end
-    if first is None:
-        raise errors.UserError(
-            "choices: this model has no end-of-text token, which ends one: judge by pattern"
-        )
-    return int(first)
+def _ends(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the end-of-text tokens; empty if there are none."""
+    end = generation.generation_config(model, tokenizer, 1).eos_token_id
+    if end is None:
+        return []
+    return list(end) if isinstance(end, list) else [end]
 
 
 class _OnlyChoices(transformers.LogitsProcessor):

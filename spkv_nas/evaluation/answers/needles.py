@@ -120,13 +120,17 @@ class NeedleRounds(AnswerRounds):
         """Ask the questions."""
         super().__init__(questions, setting, questions.new_tokens, questions.identity)
         self._length = questions.length
+        self._reporter = setting.reporter
 
     def check_dense(self, score: criterion.DenseScore) -> None:
         """Raise ``UserError`` if the dense model finds less than 60 % of the numbers of the first questions."""
-        for number in range(1, min(_CHECKED_ROUNDS, self.num_rounds) + 1):
-            found = score(number).mean()
-            if found < _EARLY_SHARE:
-                break
+        total = min(_CHECKED_ROUNDS, self.num_rounds)
+        with self._reporter.bar("asking the dense model") as bar:
+            for number in range(1, total + 1):
+                found = score(number).mean()
+                bar(number, total)
+                if found < _EARLY_SHARE:
+                    break
         if found < LEAST_FOUND:
             raise errors.UserError(
                 f"needles: the dense model finds {100 * found:.0f} % of the numbers that {self._length:,} tokens "
