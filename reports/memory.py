@@ -197,12 +197,12 @@ def predicted(stage: str, folder: Path, size: str, length: int) -> float:
 
     data = [str(folder / "text.txt")]  # as many tokens as are measured, or more
     options = PlanOptions(
-        model=str(folder / size / "dense"), data=data, block_size=length, context="1"
+        subject=str(folder / size / "dense"), data=data, block_size=length, context="1"
     )
     if stage in TRAINING:
-        options = PlanOptions(recipe=recipe(stage, folder, size, length), context="1")
+        options = PlanOptions(subject=str(recipe(stage, folder, size, length)), context="1")
         stage = "train the SP-KV reference"
-    forecast = plan(options, SILENT).value.forecast
+    forecast = plan(options, SILENT).value
     return float(next(planned.memory.total for planned in forecast.stages if planned.name == stage))
 
 

@@ -1,5 +1,6 @@
 """Count the memory of a KV cache: bytes of keys and values, or what a serving engine's allocator plans."""
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -8,7 +9,8 @@ from spkv_nas.artifacts.layout import DEFAULT_WINDOW, Layout
 from spkv_nas.base import errors, limits
 from spkv_nas.base.units import ITEM_BYTES, format_bytes, parse_bytes
 from spkv_nas.cost.formulas import head_bytes
-from spkv_nas.engines.engine import CachePlan, ServedCache, Serving
+from spkv_nas.engines.cache import CachePlan, LayerCache, ModelCache
+from spkv_nas.engines.engine import Serving
 
 CONTEXT = 131_072  # tokens; longest sequence whose cache is counted by default
 
@@ -152,51 +154,68 @@ class EngineCost(CacheCost):
     serving: Serving = field(kw_only=True)  # the engine and its settings
 
     def __post_init__(self) -> None:
-        """Raise ``UserError`` also if the engine keeps fewer sink tokens, or some heads are local by design."""
+        """Raise ``UserError`` also if the engine keeps fewer sink tokens."""
         super().__post_init__()
         self.serving.engine.check_sinks(self.sinks, "leave out --engine, or use fewer --sinks")
-        if self.native_heads or self.global_window < self.context:
-            raise errors.UserError(
-                "layers of the model have a sliding window by design, which --engine does not "
-                "count\n"
-                "leave out --engine"
-            )
 
     def total(self, num_global: int, num_heads: int) -> int:
         """Return the bytes of a model with ``num_global`` of ``num_heads`` KV heads global."""
-        return self.serving.engine.plan(self.cache(num_heads), num_global).memory(self.batch)
+        return self.plan(num_global, num_heads).memory(self.batch)
+
+    def plan(self, num_global: int, num_heads: int) -> CachePlan:
+        """Plan the cache of a model with ``num_global`` of ``num_heads`` KV heads global."""
+        num_local = num_heads - num_global - len(self.native_heads)
+        layers = [self._part(1, None)] * num_global + [self._part(1, self.window)] * num_local
+        native_dims = self.native_dims or [self.head_dim] * len(self.native_heads)
+        for window, size in zip(self.native_heads, native_dims, strict=True):
+            layers.append(LayerCache(1, size, size, window))
+        return self._planned(layers, is_split=False)
 
     @property
     def where(self) -> str:
         """Return the engine, to end a clause."""
         return f" in {self.serving.engine.title}"
 
-    def layout_plan(self, layout: Layout) -> CachePlan | None:
-        """Plan a layout's cache in its smallest form; None for too many sinks, ``UserError`` for too many windows."""
+    def layout_plan(self, layout: Layout, layers: Sequence[int]) -> CachePlan | None:
+        """Plan a layout's cache in its smallest form; ``layers`` are those whose heads can be global.
+
+        Returns None for too many sink tokens. Raises ``UserError`` for too many windows.
+        """
         if layout.sinks > self.serving.engine.max_sinks:
             return None
         self.serving.engine.check_windows(
             len(layout.windows), "leave out --engine, or use fewer windows"
         )
-        cache = replace(self.cache(layout.num_heads), grid=layout.grid, sinks=layout.sinks)
-        return self.serving.engine.plan_layout(cache, layout.head_windows)
+        cost = replace(self, sinks=layout.sinks)
+        parts = []
+        num_native = 0
+        for layer, row in enumerate(layout.head_windows):
+            if layer in layers:
+                parts += [cost._part(count, window) for window, count in Counter(row).items()]
+                continue
+            # Its heads are all alike
+            size = self.native_dims[num_native] if self.native_dims else self.head_dim
+            parts.append(LayerCache(len(row), size, size, self.native_heads[num_native]))
+            num_native += len(row)
+        return self._planned(parts, is_split=True)
 
     def layout_bytes(self, layout: Layout, layers: Sequence[int]) -> int:
         """Return the bytes that the engine plans for a layout."""
-        plan = self.layout_plan(layout)
+        plan = self.layout_plan(layout, layers)
         assert plan is not None  # its sink tokens were checked
         return plan.memory(self.batch)
 
-    def cache(self, num_heads: int) -> ServedCache:
-        """Return the sizes of a model's cache, in which only the numbers of heads matter."""
-        return self.serving.cache(
-            (num_heads, 1),
-            head_dim=self.head_dim,
-            dtype=self.dtype,
-            window=self.window,
-            context=self.context,
-            sinks=self.sinks,
-        )
+    def _part(self, num_heads: int, window: int | None) -> LayerCache:
+        """Return what KV heads keep that can be global: with a window, or with all keys that the model sees."""
+        if window is None or window >= self.global_window:
+            reach = None if self.global_window >= limits.MAX_WINDOW else self.global_window
+            return LayerCache(num_heads, self.head_dim, self.head_dim, reach)
+        return LayerCache(num_heads, self.head_dim, self.head_dim, window, self.sinks)
+
+    def _planned(self, parts: Sequence[LayerCache], *, is_split: bool) -> CachePlan:
+        """Plan parts of layers, which the engine may divide if ``is_split``."""
+        model = ModelCache(tuple(parts), dtype=self.dtype, is_split=is_split)
+        return self.serving.plan(model, self.context)
 
     def max_heads_same_memory(self, num_global: int, num_heads: int, *, stride: int = 1) -> int:
         """Return the most global heads that take no more memory than ``num_global``, in steps of ``stride`` heads."""

@@ -13,12 +13,14 @@ transformers.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from spkv_nas.base import errors, units
+from spkv_nas.base import errors
+from spkv_nas.engines.cache import CachePlan, CacheSettings, ModelCache, sizes_of
 from spkv_nas.engines.forms import UNTRIED
 from spkv_nas.engines.outcome import Cell, Outcome
 from spkv_nas.engines.settings import Settings, untried_settings
@@ -83,73 +85,50 @@ class Engine:
         return cell
 
 
-@dataclass(frozen=True)
-class ServedCache:
-    """Sizes of the KV cache of a model that an engine serves."""
-
-    grid: tuple[int, int]  # (L, Hkv)
-    head_dim: int  # D, of keys and of values
-    dtype: str  # of the cache, one of ``ITEM_BYTES``
-    window: int  # visible recent keys of a local head
-    context: int  # maximum tokens of a request
-    page_size: int  # tokens per page
-    in_flight: int  # maximum tokens of all requests in the steps that are scheduled at one time
-    sinks: int = 0  # first tokens that a local head sees besides its window
-
-    @property
-    def num_heads(self) -> int:
-        """Return L * Hkv."""
-        return self.grid[0] * self.grid[1]
-
-    @property
-    def head_bytes(self) -> int:
-        """Return the bytes of one token in one KV head, keys and values."""
-        return 2 * self.head_dim * units.ITEM_BYTES[self.dtype]
-
-
-@dataclass(frozen=True)
-class CachePlan:
-    """Cache that an engine plans for requests of maximum length, in pages of one size that all requests share."""
-
-    page_bytes: int  # bytes of a page in all layers of a group
-    request_pages: int  # pages of a request
-    form: str = field(default="whole layers", compare=False)  # how the layout is served
-
-    @property
-    def request_bytes(self) -> int:
-        """Return the bytes by which the cache grows with a request."""
-        return self.page_bytes * self.request_pages
-
-    def concurrency(self, memory: int) -> float:
-        """Return the requests that fit in ``memory`` bytes, as vLLM reports them."""
-        return memory // self.page_bytes / self.request_pages
-
-    def tokens(self, cache: ServedCache, memory: int) -> int:
-        """Return the tokens of the requests that fit in ``memory`` bytes."""
-        return int(self.concurrency(memory) * cache.context)
-
-    def memory(self, requests: int) -> int:
-        """Return the bytes that requests need, with the page that vLLM keeps for padding."""
-        return self.page_bytes * (requests * self.request_pages + 1)
-
-
 class PlannedEngine(Engine, ABC):
-    """Serving engine that runs any layout, and whose memory is counted as its allocator does."""
+    """Engine whose memory is counted as its allocator does, for a model as it is and for layouts."""
 
     evidence: str  # how its plans were checked
     note: str  # what its plans assume
-    page_size: int  # default tokens per page
-    in_flight: int  # default tokens in flight
+    uncounted: tuple[str, ...]  # settings and features that its plans leave out
+    defaults: CacheSettings  # its settings by default
+    # Names of the settings that it has besides ``kv-dtype``; see ``registry.read_serving``
+    settings: tuple[str, ...] = ("page-size", "in-flight-tokens")
+    # Bytes of a number of each data type of its cache
+    sizes: ClassVar[Mapping[str, Fraction]] = sizes_of()
+    # Model types of which it drops old tokens in layers with a window; None: all
+    window_families: frozenset[str] | None = None
+    serves_any_layout: bool = False  # whether KV heads of a layer may have several windows
     max_sinks: int = 0  # most sink tokens that a local head may see
-    max_windows: int = 3  # most windows of local heads; each has groups of pages of its own
+    max_windows: int = 1  # most windows of a layout's local heads
+
+    def plan(self, model: ModelCache, settings: CacheSettings, context: int) -> CachePlan:
+        """Plan the cache of a model for requests of ``context`` tokens.
+
+        Raises ``UserError``: the engine does not serve a layout that divides layers, or does not have the data type.
+        """
+        if model.is_split and not self.serves_any_layout:
+            raise errors.UserError(
+                f"{self.title} serves layouts of whole layers, but KV heads of a layer have "
+                "several windows\nuse --engine vllm, or a layout with --granularity layer"
+            )
+        # An exported layout has a form whose windows the engine keeps
+        families = self.window_families
+        keeps_all = families is not None and not model.has_layout and model.family not in families
+        if keeps_all or not settings.has_windows:
+            layers = tuple(replace(layer, window=None) for layer in model.layers)
+        else:
+            layers = model.layers
+        layers = tuple(layer.on_rank(settings.ranks) for layer in layers)
+        plan = self._plan(replace(model, layers=layers), settings, context)
+        if keeps_all and layers != model.layers:
+            note = f"keeps all tokens in the layers of {model.family} that have a window"
+            plan = replace(plan, notes=(*plan.notes, note))
+        return plan
 
     @abstractmethod
-    def plan(self, cache: ServedCache, num_global: int) -> CachePlan:
-        """Plan the cache of a model with ``num_global`` global KV heads, in whole layers."""
-
-    @abstractmethod
-    def plan_layout(self, cache: ServedCache, windows: Sequence[Sequence[int | None]]) -> CachePlan:
-        """Plan the cache of a layout from the windows of its heads by layer (None: global), in the smallest form."""
+    def _plan(self, model: ModelCache, settings: CacheSettings, context: int) -> CachePlan:
+        """Plan the cache of the layers of one rank, whose windows the engine keeps apart."""
 
     def check_sinks(self, sinks: int, advice: str) -> None:
         """Raise ``UserError``, with ``advice``, if local heads see more sink tokens than the engine keeps."""
@@ -162,8 +141,9 @@ class PlannedEngine(Engine, ABC):
     def check_windows(self, num_windows: int, advice: str) -> None:
         """Raise ``UserError``, with ``advice``, if local heads have more windows than the engine serves."""
         if num_windows > self.max_windows:
+            plural = "s" if self.max_windows > 1 else ""
             raise errors.UserError(
-                f"{self.title} serves at most {self.max_windows} windows of local heads, each in "
+                f"{self.title} serves at most {self.max_windows} window{plural} of local heads, each in "
                 f"pages of its own, but the layout has {num_windows}\n"
                 f"{advice}"
             )
@@ -174,10 +154,25 @@ class Serving:
     """Engine with its settings."""
 
     engine: PlannedEngine
-    page_size: int  # tokens per page
-    in_flight: int  # maximum tokens of all requests in the steps that are scheduled at one time
-    kv_dtype: str | None = None  # data type of keys and values; None: the model's
+    settings: CacheSettings
 
-    def cache(self, grid: tuple[int, int], **sizes: Any) -> ServedCache:
-        """Return the sizes of a model's cache in this engine, from the other fields of ``ServedCache``."""
-        return ServedCache(grid, page_size=self.page_size, in_flight=self.in_flight, **sizes)
+    def plan(self, model: ModelCache, context: int) -> CachePlan:
+        """Plan the cache of a model for requests of ``context`` tokens; errors as ``PlannedEngine.plan``."""
+        return self.engine.plan(model, self.settings, context)
+
+    @property
+    def words(self) -> str:
+        """Return the settings, such as "pages of 16 tokens"."""
+        settings = self.settings
+        words = []
+        if "page-size" in self.engine.settings:
+            words.append(f"pages of {settings.page_size} tokens")
+        if "in-flight-tokens" in self.engine.settings:
+            words.append(f"{settings.in_flight:,} tokens in flight")
+        if settings.ranks > 1:
+            words.append(f"one of {settings.ranks} tensor-parallel ranks")
+        if not settings.has_windows:
+            words.append("all tokens kept (windows=off)")
+        if not settings.caches_prefixes:
+            words.append("no prefix caching")
+        return ", ".join(words)

@@ -5,9 +5,10 @@ that only such an engine reads, and on which its loader fails.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from spkv_nas.base import errors, limits, registry, units
+from spkv_nas.base import errors, limits, registry
 from spkv_nas.engines import known, vllm
 from spkv_nas.engines.engine import Engine, PlannedEngine, Serving
 from spkv_nas.engines.outcome import Outcome
@@ -30,6 +31,16 @@ ENGINES: registry.Registry[Engine] = registry.Registry(
         known.Sglang(),
     ),
 )
+# Fields of ``CacheSettings`` by their name in ``--engine``
+_FIELDS = {
+    "page-size": "page_size",
+    "in-flight-tokens": "in_flight",
+    "kv-dtype": "kv_dtype",
+    "tensor-parallel": "ranks",
+    "windows": "has_windows",
+    "prefix-caching": "caches_prefixes",
+}
+_SWITCHES = ("windows", "prefix-caching")
 GUARD_KEYS = tuple(engine.guard_key for engine in ENGINES.built_in if engine.guard_key is not None)
 
 
@@ -38,37 +49,48 @@ def planned_engines() -> dict[str, PlannedEngine]:
     return {engine.name: engine for engine in ENGINES if isinstance(engine, PlannedEngine)}
 
 
-def read_serving(text: str) -> Serving:
+def layout_engines() -> dict[str, PlannedEngine]:
+    """Return the engines that serve any layout, so that every number of global heads has a memory, by name."""
+    return {name: engine for name, engine in planned_engines().items() if engine.serves_any_layout}
+
+
+def read_serving(text: str, *, any_layout: bool = True) -> Serving:
     """Return the engine and the settings of a text such as "vllm:page-size=32:kv-dtype=float8".
 
-    Raises ``UserError``: an engine or a setting is unknown, or its value is no such number or data type.
+    Only engines that serve any layout are known if ``any_layout``. Raises ``UserError``: an engine or a setting is
+    unknown, or its value is no such number or data type.
     """
     name, *words = text.split(":")
-    engines = planned_engines()
+    engines = layout_engines() if any_layout else planned_engines()
     if name not in engines:
         raise errors.UserError(f"unknown engine '{name}'; expected one of {', '.join(engines)}")
     engine = engines[name]
-    numbers = {"page-size": engine.page_size, "in-flight-tokens": engine.in_flight}
-    kv_dtype = None
+    known_settings = (*engine.settings, "kv-dtype")
+    changes: dict[str, Any] = {}
     for word in words:
         setting, _, value = word.partition("=")
-        if setting == "kv-dtype":
-            if value not in units.ITEM_BYTES:
-                raise errors.UserError(
-                    f"--engine {text}: kv-dtype must be one of {', '.join(units.ITEM_BYTES)}"
-                )
-            kv_dtype = value
-        elif setting not in numbers:
+        if setting not in known_settings:
             raise errors.UserError(
-                f"engine {name} has no setting '{setting}'; it has {', '.join(numbers)}, kv-dtype"
+                f"engine {name} has no setting '{setting}'; it has {', '.join(known_settings)}"
             )
-        elif not value.isdecimal() or not 1 <= int(value) <= limits.MAX_WHOLE:
-            raise errors.UserError(
-                f"--engine {text}: {setting} must be a number of tokens, 1 or more"
-            )
-        else:
-            numbers[setting] = int(value)
-    return Serving(engine, numbers["page-size"], numbers["in-flight-tokens"], kv_dtype)
+        changes[_FIELDS[setting]] = _setting(f"--engine {text}", engine, setting, value)
+    return Serving(engine, replace(engine.defaults, **changes))
+
+
+def _setting(where: str, engine: PlannedEngine, setting: str, value: str) -> str | int | bool:
+    """Return the value of a setting. Raises ``UserError`` if it is out of range."""
+    if setting == "kv-dtype":
+        if value not in engine.sizes:
+            raise errors.UserError(f"{where}: kv-dtype must be one of {', '.join(engine.sizes)}")
+        return value
+    if setting in _SWITCHES:
+        if value not in ("on", "off"):
+            raise errors.UserError(f"{where}: {setting} must be on or off")
+        return value == "on"
+    if not value.isdecimal() or not 1 <= int(value) <= limits.MAX_WHOLE:
+        unit = "ranks" if setting == "tensor-parallel" else "tokens"
+        raise errors.UserError(f"{where}: {setting} must be a number of {unit}, 1 or more")
+    return int(value)
 
 
 def checked_engines() -> tuple[str, ...]:

@@ -75,6 +75,17 @@ def check_config(path_or_id: str | Path) -> None:
         read_model_config(path)
 
 
+def config_path(path_or_id: str) -> Path:
+    """Return the folder, config file or GGUF file that says what a model is, without converting it.
+
+    Raises ``UserError``: there is none.
+    """
+    if gguf.is_gguf(path_or_id):
+        return Path(path_or_id).expanduser()
+    path = _local(path_or_id)
+    return config_folder(path_or_id) if path is None else path
+
+
 def read_model_config(file: Path) -> dict[str, Any]:
     """Read a model's ``config.json``. Raises ``UserError`` if it is damaged, or of a model that cannot be loaded."""
     content = read_json(file, "config")

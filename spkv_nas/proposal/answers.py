@@ -183,7 +183,7 @@ def _with_kv_bytes(
     sizes: list[int | None] = []
     if isinstance(cost, EngineCost):
         for layout in in_order:
-            plan = cost.layout_plan(layout)
+            plan = cost.layout_plan(layout, table.layers)
             sizes.append(None if plan is None else plan.memory(cost.batch))
     elif table.window_costs is not None:
         of_layouts = requirements.cost_of_layouts(table, window)

@@ -96,7 +96,7 @@ class Requirements:
 
         Raises ``UserError``: a fact is not known.
         """
-        served_dtype = None if self.serving is None else self.serving.kv_dtype
+        served_dtype = None if self.serving is None else self.serving.settings.kv_dtype
         cache_facts = dict(table.cache_facts)
         if self.head_dim is not None:
             cache_facts["head_dim"] = self.head_dim
@@ -305,9 +305,7 @@ class Requirements:
         serving = self.serving
         if serving is not None:
             what = f"in {serving.engine.title}"
-            settings = (
-                f"pages of {serving.page_size} tokens, {serving.in_flight:,} tokens in flight, "
-            )
+            settings = f"{serving.words}, "
         sentence = (
             f"{room}{used} {what} at {cost.context:,} tokens x {cost.batch}, {settings}head dimension {cost.head_dim}, "
             f"{cost.dtype}; {full} with all heads global, {local} with all heads local"

@@ -416,10 +416,10 @@ def _requests_ratio(
         cost = in_vllm.cache_cost(table, layout.window or None)
         if not isinstance(cost, EngineCost):
             return None
-        plan = cost.layout_plan(layout)
+        plan = cost.layout_plan(layout, table.layers)
         if plan is None:
             return None
-        full = cost.serving.engine.plan(cost.cache(layout.num_heads), layout.num_heads)
+        full = cost.plan(table.num_candidates, table.num_heads)
         return full.request_bytes / plan.request_bytes
     return None
 
@@ -428,7 +428,7 @@ def _kv_bytes(cost: CacheCost, layout: Layout, table: head_scores.HeadScores) ->
     """Return the bytes of a layout's KV cache."""
     if not layout.windows:
         return replace(cost, window=layout.window).total(layout.num_global, table.num_heads)
-    plan = cost.layout_plan(layout) if isinstance(cost, EngineCost) else None
+    plan = cost.layout_plan(layout, table.layers) if isinstance(cost, EngineCost) else None
     if plan is not None:
         return plan.memory(cost.batch)
     return cost.of_heads(window for layer in table.layers for window in layout.head_windows[layer])

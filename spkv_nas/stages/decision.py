@@ -21,7 +21,7 @@ from spkv_nas.evaluation.verdict import criteria, criterion
 from spkv_nas.evaluation.verdict.contenders import Contender, ScoreStore
 from spkv_nas.evaluation.verdict.trial import Outcome, Trial, contest_text, text_in_random_order
 from spkv_nas.model import checkpoint, windows
-from spkv_nas.stages import sized_model
+from spkv_nas.stages.context import choose_context
 from spkv_nas.stages.options import DENSE
 from spkv_nas.stages.options.verdict import DecisionOptions, reads_text
 from spkv_nas.stages.subject import Loaded, Subject, load
@@ -94,7 +94,7 @@ def prepare(
     trial = Trial.of(margins, setting, store, circumstances, contest)
     name = options.name or probe_of(options.folders, layouts.values()) or subject.name
     positions = checkpoint.read_size(options.model).positions
-    context = sized_model.choose_context(None, positions) if text is None else text.block_size
+    context = choose_context(None, positions) if text is None else text.block_size
     return Compared(
         name=name,
         against=options.model,

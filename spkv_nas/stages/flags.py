@@ -12,7 +12,7 @@ from spkv_nas.base import device, errors, flag, limits
 from spkv_nas.base.flag import Flag
 from spkv_nas.base.registry import Registry
 from spkv_nas.data import config
-from spkv_nas.engines.registry import planned_engines
+from spkv_nas.engines.registry import layout_engines, planned_engines
 from spkv_nas.probing.signals import BUDGET, SEED, SIGNALS, SINKS, STEPS
 
 MEMORY = "Constraints and memory"
@@ -233,8 +233,24 @@ OptionalContext = Annotated[str | None, _CONTEXT]
 Batch = Annotated[
     int, Flag("Sequences in the KV cache.", low=1, high=limits.MAX_BATCH, panel=MEMORY)
 ]
-KvBytes = Annotated[
-    str | None, Flag("Memory for keys and values, such as 2GiB.", metavar="SIZE", panel=MEMORY)
+Requests = Annotated[
+    int,
+    Flag(
+        "Requests in the cache at once.",
+        ("--requests", "--batch"),
+        low=1,
+        high=limits.MAX_BATCH,
+        panel=MEMORY,
+    ),
+]
+CacheMemory = Annotated[
+    str | None,
+    Flag(
+        "Memory of the cache, such as 24GiB: how many requests fit.",
+        ("--memory", "--kv-bytes"),
+        metavar="SIZE",
+        panel=MEMORY,
+    ),
 ]
 Memory = Annotated[
     str | None,
@@ -255,8 +271,27 @@ EngineName = Annotated[
         "max_num_batched_tokens, twice that with asynchronous scheduling), "
         "and the data type of keys and values.",
         metavar="NAME[:SETTING=VALUE...]",
+        values=lambda: tuple(layout_engines()),
+        panel=MEMORY,
+    ),
+]
+ServingEngine = Annotated[
+    str | None,
+    Flag(
+        "Plan the cache as this inference engine allocates it, without loading anything. Settings "
+        "follow colons, as in vllm:page-size=32:kv-dtype=float8:tensor-parallel=2; the output "
+        "names those that an engine has.",
+        metavar="NAME[:SETTING=VALUE...]",
         values=lambda: tuple(planned_engines()),
         panel=MEMORY,
+    ),
+]
+Subject = Annotated[
+    str,
+    Flag(
+        "Recipe (YAML), or model: a folder, a config.json, a GGUF file, a Hugging Face ID, "
+        "ID@REVISION, or embedded:NAME.",
+        argument=True,
     ),
 ]
 Constraint = Annotated[

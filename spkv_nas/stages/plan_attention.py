@@ -9,10 +9,10 @@ from spkv_nas.artifacts.shape import Shape
 from spkv_nas.base import console, errors, progress, units
 from spkv_nas.cost import calibration, formulas
 from spkv_nas.stages.commands import Result, command_line, next_line
-from spkv_nas.stages.engines import Served, chosen_engine, serve
+from spkv_nas.stages.context import choose_context
 from spkv_nas.stages.options.calibrate import CalibrateOptions
 from spkv_nas.stages.options.plan_attention import AttentionOptions
-from spkv_nas.stages.sized_model import SizedModel, choose_context
+from spkv_nas.stages.sized_model import SizedModel
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,6 @@ class AttentionCosts:
     # Source of the seconds in ``costs``; None if nothing was measured that fits
     times: calibration.Calibration | None
     remedy: list[str]  # command that measures times, if there are none; at most one
-    # Caches of full attention and of layouts in a serving engine; None without one
-    served: Served | None = None
 
 
 @dataclass(frozen=True)
@@ -37,7 +35,6 @@ class _Costing:
     subject: SizedModel
     context: int  # tokens in the cache
     times: calibration.Calibration | None
-    item_size: int  # bytes of a number in the cache
 
     def full_attention(self) -> formulas.Cost:
         """Return the costs of full attention."""
@@ -81,7 +78,7 @@ class _Costing:
             density=density,
             window=window,
             native_windows=self.subject.native_windows,
-            element_size=self.item_size,
+            element_size=units.ITEM_BYTES["bfloat16"],
             layout=layout,
         )
         total_flops = None if self.subject.is_mixture else counted.total_flops
@@ -103,11 +100,10 @@ def run(options: AttentionOptions, reporter: progress.Reporter) -> Result:
     ]
     times, remedy = _times(options, subject, _windows(options, layouts), tokens, reporter)
     # Compute a row for full attention, each layout, and the density
-    costing = _Costing(subject, tokens, times, _item_size(options))
+    costing = _Costing(subject, tokens, times)
     costs = [costing.full_attention()]
     for layout, share in zip(layouts, shares, strict=True):
         costs.append(costing.layout(layout, share))
-    served = _served(options, subject, [cost.name for cost in costs], layouts, tokens)
     if options.density is not None:
         costs.append(costing.density(options.density, options.window, options.sinks or 0))
     result = AttentionCosts(
@@ -117,7 +113,6 @@ def run(options: AttentionOptions, reporter: progress.Reporter) -> Result:
         costs=costs,
         times=times,
         remedy=remedy,
-        served=served,
     )
     return Result(result, show, document)
 
@@ -128,14 +123,6 @@ def _windows(options: AttentionOptions, layouts: Sequence[Layout]) -> list[int]:
     if options.density is not None:
         windows.append(options.window)
     return windows
-
-
-def _item_size(options: AttentionOptions) -> int:
-    """Return the bytes of a number in the cache: of the engine's dtype, else of bfloat16."""
-    serving = chosen_engine(options)
-    if serving is None or serving.kv_dtype is None:
-        return units.ITEM_BYTES["bfloat16"]
-    return units.ITEM_BYTES[serving.kv_dtype]
 
 
 def _times(
@@ -191,38 +178,10 @@ def _calibrate_command(
     return [next_line(command_line(suggested))]
 
 
-def _served(
-    options: AttentionOptions,
-    subject: SizedModel,
-    titles: Sequence[str],
-    layouts: Sequence[Layout],
-    context: int,
-) -> Served | None:
-    """Plan the caches of full attention, whose window does not matter, and of layouts in the engine of options."""
-    shape = subject.shape
-    served = serve(options, shape, subject.num_sliding, options.kv_bytes, context=context, window=1)
-    if served is None:
-        return None
-    engine = served.engine
-    cache = served.cache
-    plans = [engine.plan_layout(cache, [(None,) * number for number in shape.heads_per_layer])]
-    for title, layout in zip(titles[1:], layouts, strict=True):
-        advice = f"leave out {title}, or use another engine"
-        engine.check_sinks(layout.sinks, advice)
-        engine.check_windows(len(layout.windows), advice)
-        plans.append(engine.plan_layout(replace(cache, sinks=layout.sinks), layout.head_windows))
-    rows = [
-        ({"name": title, "form": plan.form}, plan)
-        for title, plan in zip(titles, plans, strict=True)
-    ]
-    return replace(served, rows=tuple(rows))
-
-
 def show(result: AttentionCosts) -> None:
     """Print KV bytes, FLOPs and times of full attention, of layouts and of a density."""
     shape = result.shape
     times = result.times
-    served = result.served
     name = console.escape(result.name)
     console.out.print(
         f"[bold]{name}[/bold]: {shape.num_parameters / 1e6:,.4g} M parameters without embeddings, "
@@ -250,25 +209,14 @@ def show(result: AttentionCosts) -> None:
         console.out.print(
             "total: unknown for a mixture of experts, of which a token uses only some parameters"
         )
-    # Caches in an engine
-    if served is not None:
-        title = f"KV cache in {served.engine.title}: requests of {served.cache.context:,} tokens"
-        grid = console.Table("attention", "served as", *served.titles, title=title)
-        for about, plan in served.rows:
-            grid.add_row(console.escape(about["name"]), about["form"], *served.cells(plan))
-        console.out.print(grid)
-        console.say(f"{served.settings}; {served.engine.title}: {served.engine.evidence}")
 
 
 def document(result: AttentionCosts) -> dict[str, Any]:
     """Return KV bytes, FLOPs and times of full attention, of the layouts and of a density."""
-    content = {
+    return {
         "name": result.name,
         "shape": result.shape,
         "context": result.context,
         "costs": result.costs,
         "times": None if result.times is None else result.times.source,
     }
-    if result.served is not None:
-        content |= result.served.document("layouts")
-    return content

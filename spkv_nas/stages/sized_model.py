@@ -8,7 +8,7 @@ from pathlib import Path
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.result_tables import run_origin
 from spkv_nas.artifacts.shape import Shape
-from spkv_nas.base import assets, files, progress, units
+from spkv_nas.base import assets, files
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.cost.ladder import find_level
@@ -17,7 +17,6 @@ from spkv_nas.model.source import split_revision
 from spkv_nas.stages.options import REFERENCE
 
 _CHECKPOINT = re.compile(r"checkpoint-[0-9]+")  # folder of an unfinished run
-LONG = "128k"  # default tokens of a model that supports as many or does not say
 
 
 def model_name(source: str) -> str:
@@ -94,19 +93,3 @@ class SizedModel:
             native_windows=size.native_windows,
             is_mixture=size.is_mixture,
         )
-
-
-def choose_context(
-    text: str | None, positions: int | None, reporter: progress.Reporter = progress.SILENT
-) -> int:
-    """Parse a context such as "32k", by default 128k or the model's ``positions`` if fewer; caution beyond these."""
-    if text is None and positions is not None:
-        return min(units.parse_context(LONG), positions)
-    context = units.parse_context(text or LONG)
-    if positions is not None and context > positions:
-        reporter.caution(
-            f"the model supports {positions:,} tokens (max_position_embeddings); "
-            f"costs at {context:,} assume that its "
-            f"positions are extended\nuse --context {positions} for the model's maximum"
-        )
-    return context

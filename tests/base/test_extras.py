@@ -70,6 +70,7 @@ LIGHT = [  # in this order
     "reproduce scaling",
     "reproduce ladder",
     "plan attention level-8 --density 0.2",
+    "plan config.json --engine vllm --context 32k --requests 32 --memory 24GiB",
 ]
 NEED = {
     "probe": "train",
@@ -112,6 +113,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]]
         for head in range(8)
     ]
     (folder / "mine.csv").write_text("\n".join(["layer,kv_head,density,domain", *rows]) + "\n")
+    shutil.copy(ROOT / "tests/published/gpt-oss-20b.json", folder / "config.json")
     shutil.copy(ROOT / "spkv_nas/assets/stdlib-21x3/demo.yaml", folder / "recipe.yaml")
     ends = run(folder, ALL, [*LIGHT, *NEED])
     assert (folder / "layouts/stdlib-21x3/budgets/densest-24.yaml").is_file()

@@ -298,7 +298,7 @@ def llama(tmp_path: Path) -> Path:
 
 class TestCommand:
     def test_of_a_model(self, llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        main(["plan", "--model", str(llama), "--hardware", "h100"])
+        main(["plan", str(llama), "--hardware", "h100"])
         output = capsys.readouterr()
         for words in (
             "8,030,261,248 parameters",
@@ -317,7 +317,6 @@ class TestCommand:
     def test_for_programs(self, llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
         line = [
             "plan",
-            "--model",
             str(llama),
             "--hardware",
             "a100",
@@ -389,7 +388,7 @@ class TestCommand:
         branch, length = (read_yaml(recipe, "recipe")[key] for key in ("branch", "data"))
         written = branch["steps"] * branch["batch_size"] * length["block_size"]
         capsys.readouterr()
-        main(["plan", "--model", str(model), "--data", str(text), "--device", "cpu", "--json"])
+        main(["plan", str(model), "--data", str(text), "--device", "cpu", "--json"])
         result = json.loads(capsys.readouterr().out)
         stages = {stage["name"]: stage["tokens"] for stage in result["stages"]}
         assert (
@@ -405,20 +404,14 @@ class TestCommand:
     def test_mistakes(
         self, llama: Path, recipe_file: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        assert "give either a recipe, or --model" in fails(capsys, "plan")
-        assert "give either a recipe, or --model" in fails(
-            capsys, "plan", recipe_file, "--model", llama
-        )
         assert "sets the text, block size and steps" in fails(
             capsys, "plan", recipe_file, "--steps", "3"
         )
-        assert "unknown hardware 'tpu'" in fails(
-            capsys, "plan", "--model", llama, "--hardware", "tpu"
-        )
+        assert "unknown hardware 'tpu'" in fails(capsys, "plan", llama, "--hardware", "tpu")
         llama.write_text(
             json.dumps({**CONFIGS["Llama-3-8B"], "model_type": "mixtral", "num_hidden_layers": 1})
         )
-        assert "mixture of experts" in fails(capsys, "plan", "--model", llama)
+        assert "mixture of experts" in fails(capsys, "plan", llama)
 
 
 class TestDryRunOfAProbe:

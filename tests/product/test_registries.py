@@ -72,9 +72,9 @@ def test_entries_of_contrib_are_registered(registry: Registry[Any]) -> None:
     assert registry.names == (*names, *sorted(DECLARED[registry.group]))
 
 
-def test_every_planned_engine_is_on_the_page_of_costs() -> None:
-    text = (ROOT / "docs" / "guides" / "cost.md").read_text()
-    assert all(f"--engine {name}" in text for name in planned_engines())
+def test_every_planned_engine_is_on_the_page_of_caches() -> None:
+    text = (ROOT / "docs" / "guides" / "cache.md").read_text()
+    assert all(f"`{name}`" in text for name in planned_engines())
 
 
 def test_a_package_that_cannot_be_used_is_named_and_left_out(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ class TestFigures:
         self, checkpoint: Path, output_of: OutputOf
     ) -> None:
         """Contexts beyond the model's positions are omitted, too."""
-        shown = output_of("plan", "--model", checkpoint, "--hardware", "h100")
+        shown = output_of("plan", checkpoint, "--hardware", "h100")
         assert "< 1 s" in shown
         assert " ms" not in shown.replace("at least 1 ms", "").replace("< 1 ms", "")
         assert "generate at 128 " in shown
@@ -84,11 +84,15 @@ class TestFigures:
     def test_a_context_beyond_the_positions_is_marked(
         self, checkpoint: Path, output_of: OutputOf
     ) -> None:
-        for command in (("plan", "--hardware", "h100"), ("plan", "attention")):
-            shown = output_of(*command, "--model", checkpoint, "--context", "2k")
+        for command in (
+            ("plan", checkpoint, "--hardware", "h100"),
+            ("plan", checkpoint, "--engine", "vllm"),
+            ("plan", "attention", "--model", checkpoint),
+        ):
+            shown = output_of(*command, "--context", "2k")
             assert "the model supports 128 tokens (max_position_embeddings)" in shown
             assert "2,048" in shown
-            assert "max_position_embeddings" not in output_of(*command, "--model", checkpoint)
+            assert "max_position_embeddings" not in output_of(*command)
         assert "128 tokens" in output_of("plan", "attention", "--model", checkpoint)
         assert "131,072 tokens" in output_of("plan", "attention", "level-8")
 

@@ -157,7 +157,7 @@ class TestRequirements:
             kv_bytes="19MiB",
             context=4096,
             kv_dtype="float16",
-            serving=Serving(VLLM, VLLM.page_size, VLLM.in_flight),
+            serving=Serving(VLLM, VLLM.defaults),
         )
         several = solutions(table, 4, 4, requirements, None)
         cost = requirements.cache_cost(table, None)

@@ -21,6 +21,7 @@ from spkv_nas.artifacts.tried_layouts import TriedLayout
 from spkv_nas.base.errors import UserError
 from spkv_nas.cli import main
 from spkv_nas.cost.cache_cost import CacheCost, EngineCost
+from spkv_nas.engines.cache import CacheSettings
 from spkv_nas.engines.engine import Serving
 from spkv_nas.engines.vllm import VLLM
 from spkv_nas.proposal.answers import propose_for
@@ -307,7 +308,7 @@ class TestProposal:
         assert "G" not in layout.heads[0]
 
     def test_an_engine_limits_the_windows_and_counts_the_memory(self) -> None:
-        serving = Serving(VLLM, page_size=16, in_flight=64)
+        serving = Serving(VLLM, CacheSettings(page_size=16, in_flight=64))
         cost = EngineCost(2048, 1, 128, 64, "bfloat16", sinks=1, serving=serving)
         memory = int(0.5 * cost.full(48))
         layout = window_per_head(table(), cost, memory)

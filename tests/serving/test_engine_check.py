@@ -21,8 +21,8 @@ from vllm_server import PYTHON, needs_vllm
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
 from spkv_nas.cli import main
-from spkv_nas.engines.engine import ServedCache
-from spkv_nas.engines.vllm import VLLM
+from spkv_nas.engines.cache import CacheSettings, LayerCache, ModelCache
+from spkv_nas.engines.vllm import VLLM, count_parts
 from spkv_nas.model.checkpoint import save
 from spkv_nas.model.export.export import export
 from spkv_nas.model.windows import add_learned_sinks, apply_layout
@@ -353,10 +353,11 @@ class TestVllm:
         line = next(line for line in check.cache if "requests of" in line)
         numbers = (float(number.replace(",", "")) for number in re.findall(r"[\d.,]*\d", line))
         blocks, block_kib, _, requests, context, in_flight = numbers
-        cache = ServedCache(
-            layout.grid, 32, "float32", 1, int(context), 128, int(in_flight), layout.sinks
-        )
-        plan = VLLM.plan_layout(cache, layout.head_windows)
+        head = LayerCache(num_heads=1, key_dim=32, value_dim=32, sinks=layout.sinks)
+        parts = count_parts(layout.head_windows, 0, head)
+        model = ModelCache(tuple(parts.elements()), dtype="float32", is_split=True)
+        settings = CacheSettings(page_size=128, in_flight=int(in_flight))
+        plan = VLLM.plan(model, settings, int(context))
         fitting = plan.concurrency(int(blocks * block_kib * 1024))
         return plan.page_bytes == block_kib * 1024 and fitting == pytest.approx(requests, rel=1e-2)
 

@@ -64,7 +64,7 @@ class TestCommandLine:
             ),
             SearchOptions(retrain=0, budget="6..40", trials=3),
             AttentionOptions(level="level-8", context="8k", layout=[Path("a.yaml")]),
-            PlanOptions(recipe=Path("recipe.yaml"), hardware="h100"),
+            PlanOptions(subject="recipe.yaml", hardware="h100"),
             PalindromeOptions(steps=3, name="mine"),
             CalibrateOptions(model="mine", window=32, context="40960", name="other"),
             ConvertOptions(source=Path("a.tsv"), target=Path("a.yaml"), budget="3"),

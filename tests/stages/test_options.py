@@ -83,12 +83,13 @@ def test_a_name_means_one_thing() -> None:
     """Fields of one name have the same flag in every command, or one that takes other values."""
     allowed = {"budget": 2, "tau": 2}  # a range; a choice
     allowed |= {"sinks": 3}  # a number; a number or auto; several
-    allowed |= {"engine": 3}  # whose memory is counted; that an export is for; that is run
+    # Whose memory is counted, of layouts alone or of any model; that an export is for; that is run
+    allowed |= {"engine": 4}
     allowed |= {"layout": 3}  # by place; several by name; the one that an engine must run
     # A constraint on layouts, in a panel of the help; an option of signals
     allowed |= {"granularity": 2}
     allowed |= {"recipe": 2, "file": 2, "data": 2, "out": 2}  # by place or by name; a folder
-    allowed |= {"memory": 2}  # one limit; a range of shares
+    allowed |= {"memory": 3}  # one limit; a range of shares; what a machine has
     allowed |= {"retrain": 2}  # how many layouts; for how long
     allowed |= {"context": 2}  # of text, or of a cache alone
     allowed |= {"model": 3}  # by place or by name; the one to compare with, by --against

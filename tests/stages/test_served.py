@@ -15,6 +15,7 @@ from helpers import fails, make_table
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.cli import main
 from spkv_nas.cost.cache_cost import EngineCost
+from spkv_nas.engines.cache import CacheSettings
 from spkv_nas.engines.engine import Serving
 from spkv_nas.engines.registry import planned_engines
 from spkv_nas.engines.vllm import VLLM
@@ -24,7 +25,7 @@ CONFIG = {
     "num_hidden_layers": 21, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 128,
     "max_position_embeddings": 32768,
 }  # fmt: skip
-SERVING = Serving(VLLM, page_size=128, in_flight=2048)
+SERVING = Serving(VLLM, CacheSettings(page_size=128, in_flight=2048))
 CPU = ["--engine", "vllm:page-size=128:in-flight-tokens=2048"]  # settings of vLLM on a CPU
 
 
@@ -36,46 +37,68 @@ def config(tmp_path: Path) -> Path:
     return file
 
 
-def planned(capsys: pytest.CaptureFixture[str], config: Path, *options: str) -> dict[str, Any]:
-    """Return the JSON document of ``plan``."""
-    main(["plan", "--model", str(config), "--device", "cpu", "--json", *options])
-    document: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return document
+LAYERS = ("GG",) * 9 + ("LL",) * 12  # whole layers
+HEADS = ("GL",) * 8 + ("LG",) * 5 + ("LL",) * 8
+
+
+def write_layout(folder: Path, heads: tuple[str, ...], **settings: Any) -> str:
+    """Write a layout; return its path."""
+    file = folder / "layout.yaml"
+    Layout(heads, **{"window": 128, "strategy": "mine", **settings}).write(file)
+    return str(file)
 
 
 class TestPlan:
-    def test_budgets_of_a_running_engine(
-        self, config: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        """vLLM 0.32 reported these capacities with 4 GiB for a model of 256 bytes a token and layer."""
-        engine = planned(capsys, config, *CPU, "--kv-bytes", "4GiB")["engine"]
-        tokens = {budget["num_global"] // 2: budget["tokens"] for budget in engine["budgets"]}
-        expected = {7: 2_101_191, 8: 1_838_599, 12: 1_306_175, 21: 798_848}
-        assert {layers: tokens[layers] for layers in expected} == expected
-        assert [budget["num_global"] for budget in engine["budgets"]] == [
-            2 * layers for layers in range(1, 22)
-        ]
-        assert engine["cache"]["context"] == 32768
-        assert engine["cache"]["dtype"] == "bfloat16"
+    """``plan --engine``; the sizes themselves are tested in tests/cost/test_model_cache.py."""
 
-    def test_without_memory_only_the_bytes_of_a_request(
-        self, config: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        budgets = planned(capsys, config, *CPU)["engine"]["budgets"]
-        assert {(budget["tokens"], budget["concurrency"]) for budget in budgets} == {(None, None)}
-        assert budgets[-1]["request_bytes"] == 21 * 32768 * 256
+    def document(self, capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, Any]:
+        """Return the JSON document of ``plan``."""
+        main(["plan", *options, "--json"])
+        document: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return document
 
-    def test_a_table_for_people(self, config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        main(["plan", "--model", str(config), "--device", "cpu", *CPU, "--kv-bytes", "4GiB"])
+    def test_capacities_of_a_running_engine(
+        self, config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """vLLM 0.32 reported them with 4 GiB for a model of 256 bytes a token and layer."""
+        layout = write_layout(tmp_path, LAYERS)
+        options = [*CPU, "--memory", "4GiB", "--requests", "10", "--layout", layout]
+        planned = self.document(capsys, str(config), *options)
+        as_is, hybrid = planned["caches"]
+        assert (as_is["tokens"], hybrid["tokens"]) == (798_848, 1_306_175)
+        assert as_is["request_bytes"] == 21 * 32768 * 256
+        assert as_is["bytes"] == 10 * as_is["request_bytes"] + as_is["page_bytes"]
+        assert hybrid["name"] == "mine, 18 of 42 heads"
+        kinds = {kind["kind"]: kind["layers"] for kind in hybrid["kinds"]}
+        assert kinds == {"global": 9, "window 128": 12}
+        assert sum(kind["request_bytes"] for kind in hybrid["kinds"]) == hybrid["request_bytes"]
+
+    def test_a_table_for_people(
+        self, config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        layout = write_layout(tmp_path, HEADS)
+        main(["plan", str(config), *CPU, "--memory", "4GiB", "--layout", layout])
         shown = " ".join(capsys.readouterr().out.split())
-        assert "KV cache in vLLM 0.32: requests of 32,768 tokens" in shown
-        assert "1,424,929 │" in shown
-        assert "pages of 128 tokens (page-size), 2,048 tokens in flight" in shown
+        assert "vLLM 0.32, requests of 32,768 tokens, bfloat16" in shown
+        assert "pages of 128 tokens, 2,048 tokens in flight" in shown
+        assert "not counted: pipeline parallelism" in shown
+        assert "units of 1 head" in shown
+        assert "798,848" in shown
 
-    def test_without_an_engine_there_is_none(
-        self, config: Path, capsys: pytest.CaptureFixture[str]
+    def test_an_exported_hybrid_is_planned_with_its_layout(
+        self, config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        assert "engine" not in planned(capsys, config)
+        section = {
+            "stock_type": "llama",
+            "num_hidden_layers": 21,
+            "layout": {"heads": list(LAYERS), "window": 128},
+        }
+        layout = write_layout(tmp_path, LAYERS)
+        of_layout = self.document(capsys, str(config), *CPU, "--layout", layout)["caches"][1]
+        exported = {"model_type": "spkv", "num_hidden_layers": "load with spkv_nas"}
+        config.write_text(json.dumps({**CONFIG, **exported, "spkv": section}))
+        (as_is,) = self.document(capsys, str(config), *CPU)["caches"]
+        assert as_is["request_bytes"] == of_layout["request_bytes"]
 
     @pytest.mark.parametrize(
         ("options", "message"),
@@ -86,100 +109,55 @@ class TestPlan:
             ),
             (
                 ["--engine", "vllm:pages=16"],
-                "no setting 'pages'; it has page-size, in-flight-tokens, kv-dtype",
+                "no setting 'pages'; it has page-size, in-flight-tokens, tensor-parallel",
             ),
             (["--engine", "vllm:page-size=0"], "page-size must be a number of tokens, 1 or more"),
             (
-                ["--engine", "vllm:in-flight-tokens=few"],
-                "in-flight-tokens must be a number of tokens, 1 or more",
+                ["--engine", "vllm:tensor-parallel=few"],
+                "tensor-parallel must be a number of ranks, 1 or more",
             ),
-            (["--kv-bytes", "1GiB"], "--kv-bytes needs --engine"),
+            (["--engine", "vllm:windows=no"], "windows must be on or off"),
+            (["--memory", "1GiB"], "--memory needs --engine"),
+            (["--requests", "2"], "--requests needs --engine"),
             (["--engine", "vllm:kv-dtype=float7"], "kv-dtype must be one of float32, bfloat16"),
-            (["--engine", "vllm", "--kv-bytes", "much"], "'much' is not a size in bytes"),
+            (["--engine", "vllm", "--memory", "much"], "'much' is not a size in bytes"),
+            (["--engine", "vllm", "--hardware", "h100"], "--hardware applies to the workflow"),
         ],
     )
     def test_mistakes(
         self, options: list[str], message: str, config: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        assert message in fails(capsys, "plan", "--model", config, *options)
+        assert message in fails(capsys, "plan", config, *options)
 
-    def test_sliding_windows_by_design_are_refused(
-        self, config: Path, capsys: pytest.CaptureFixture[str]
+    @pytest.mark.parametrize(
+        ("engine", "heads", "settings", "message"),
+        [
+            ("vllm", HEADS, {"sinks": 4}, "keeps at most 1 sink token"),
+            ("llamacpp", HEADS, {}, "serves layouts of whole layers"),
+            ("llamacpp", LAYERS, {"sinks": 1}, "keeps no sink tokens"),
+            ("vllm", LAYERS[:3], {}, "is of 3 layers with 2 KV heads, but the model has 21"),
+        ],
+    )
+    def test_layouts_that_are_not_served(
+        self,
+        engine: str,
+        heads: tuple[str, ...],
+        settings: dict[str, Any],
+        message: str,
+        config: Path,
+        tmp_path: Path,
+        capsys: pytest.CaptureFixture[str],
     ) -> None:
-        sliding = {
-            "model_type": "qwen2",
-            "use_sliding_window": True,
-            "sliding_window": 64,
-            "max_window_layers": 11,
-        }
-        config.write_text(json.dumps({**CONFIG, **sliding, "architectures": ["Qwen2ForCausalLM"]}))
-        for command in (["plan", "--device", "cpu"], ["plan", "attention", "--context", "1k"]):
-            message = fails(capsys, *command, "--model", config, "--engine", "vllm")
-            assert "10 layers of the model have a sliding window by design" in message
+        layout = write_layout(tmp_path, heads, **settings)
+        assert message in fails(capsys, "plan", config, "--engine", engine, "--layout", layout)
 
-
-class TestPlanAttention:
-    """Level 8 of the paper's ladder has 21 layers of 3 KV heads of size 128."""
-
-    @pytest.fixture
-    def layouts(self, tmp_path: Path) -> list[str]:
-        """Write layouts of whole layers and of single heads; return the options that name them."""
-        files = {
-            "layers": ("GGG",) * 9 + ("LLL",) * 12,
-            "heads": ("GLL",) * 8 + ("GGL",) * 5 + ("LLL",) * 8,
-        }
-        for name, heads in files.items():
-            Layout(heads, window=128, strategy=name).write(tmp_path / f"{name}.yaml")
-        return [option for name in files for option in ("--layout", str(tmp_path / f"{name}.yaml"))]
-
-    def attention(self, capsys: pytest.CaptureFixture[str], *options: str) -> str:
-        """Return what ``plan attention`` prints, on one line."""
-        main(["plan", "attention", "level-8", "--context", "32k", *options])
-        return " ".join(capsys.readouterr().out.split())
-
-    def test_layouts_in_an_engine(
-        self, layouts: list[str], capsys: pytest.CaptureFixture[str]
+    def test_too_many_windows(
+        self, config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        document = json.loads(
-            self.attention(capsys, *layouts, *CPU, "--kv-bytes", "24GiB", "--json")
-        )["engine"]
-        forms = {row["name"]: (row["form"], row["tokens"]) for row in document["layouts"]}
-        # Six times the bytes of 64 numbers a token
-        assert forms["full attention"] == (
-            "whole layers",
-            798_848,
-        )
-        assert forms["layers, 27 of 63 heads"] == ("whole layers", 1_306_175)
-        assert forms["heads, 18 of 63 heads"][0] == "units of 1 head"
-
-    def test_a_table_for_people(
-        self, layouts: list[str], capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        shown = self.attention(capsys, *layouts, *CPU, "--kv-bytes", "24GiB")
-        assert "KV cache in vLLM 0.32: requests of 32,768 tokens" in shown
-        assert "1,306,175" in shown
-        assert "KV cache in" not in self.attention(capsys, *layouts)
-
-    def test_mistakes(
-        self, layouts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        def refused(*options: str) -> str:
-            return fails(capsys, "plan", "attention", "level-8", "--context", "1k", *options)
-
-        assert "--kv-bytes needs --engine" in refused("--kv-bytes", "1GiB")
-        assert "unknown engine 'llamacpp'; expected one of vllm" in refused(
-            *layouts, "--engine", "llamacpp"
-        )
-        Layout(("GLL",) * 21, window=128, strategy="mine", sinks=4).write(tmp_path / "sinks.yaml")
-        assert "keeps at most 1 sink token" in refused(
-            *CPU, "--layout", str(tmp_path / "sinks.yaml")
-        )
-        Layout.from_windows([(32, 64, 128)] * 20 + [(256, None, None)]).write(
-            tmp_path / "windows.yaml"
-        )
-        assert "serves at most 3 windows" in refused(
-            *CPU, "--layout", str(tmp_path / "windows.yaml")
-        )
+        file = tmp_path / "windows.yaml"
+        Layout.from_windows([(32, 64)] * 19 + [(128, None), (256, None)]).write(file)
+        message = fails(capsys, "plan", config, "--engine", "vllm", "--layout", file)
+        assert "serves at most 3 windows" in message
 
 
 class TestPropose:

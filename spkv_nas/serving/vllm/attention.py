@@ -13,7 +13,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import AttentionType
 
 from spkv_nas.base.errors import UserError
-from spkv_nas.engines import engine, vllm
+from spkv_nas.engines import cache, vllm
 from spkv_nas.serving.vllm import config, sink_tokens
 
 if TYPE_CHECKING:
@@ -200,18 +200,15 @@ def _choose_unit(layers: dict[int, config.ServedLayer], ranks: int, vllm_config:
     for layer in layers.values():
         num_heads = len(layer.windows) // ranks
         shards += [layer.windows[start : start + num_heads] for start in _starts(layer, ranks)]
-    # Grid, window, head size and data type do not matter to the choice of a unit
-    cache = engine.ServedCache(
-        grid=(1, 1),
-        head_dim=1,
-        dtype="bfloat16",
-        window=1,
-        context=vllm_config.model_config.max_model_len,
+    # Head size and data type do not matter to the choice of a unit
+    sinks = max((layer.sinks for layer in layers.values()), default=0)
+    head = cache.LayerCache(num_heads=1, key_dim=1, value_dim=1, sinks=sinks)
+    settings = cache.CacheSettings(
         page_size=vllm_config.cache_config.block_size or _DEFAULT_BLOCK,
         in_flight=vllm_config.max_in_flight_tokens,
-        sinks=max((layer.sinks for layer in layers.values()), default=0),
     )
-    return vllm.choose_unit(cache, shards)
+    parts = vllm.count_parts(shards, 0, head)
+    return vllm.choose_unit(parts, settings, vllm_config.model_config.max_model_len)
 
 
 def _starts(layer: config.ServedLayer, ranks: int) -> range:

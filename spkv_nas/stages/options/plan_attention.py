@@ -5,16 +5,16 @@ from dataclasses import dataclass
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base import errors, flag, units
 from spkv_nas.stages import flags
-from spkv_nas.stages.options import LONGEST, REFERENCE, EngineOptions, InWorkspace
+from spkv_nas.stages.options import LONGEST, REFERENCE, InWorkspace
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttentionOptions(InWorkspace, EngineOptions):
+class AttentionOptions(InWorkspace):
     """Compute KV-cache bytes, FLOPs and time per token of full attention, layouts, and SP-KV at a density.
 
     FLOPs follow Kaplan et al., 2 N + 2 L d_attn keys, averaged over the positions of a causal sequence. Times cover
-    the attention of all layers, and are shown where spkv-nas calibrate measured this shape on this machine. With
-    --engine, also the memory that the allocator of that serving engine plans for full attention and each layout.
+    the attention of all layers, and are shown where spkv-nas calibrate measured this shape on this machine. For the
+    memory of a layout in a serving engine, see spkv-nas plan MODEL --engine.
     """
 
     command = "plan attention"
@@ -29,15 +29,13 @@ class AttentionOptions(InWorkspace, EngineOptions):
     calibration: flags.CalibrationName = flag.default(
         None, "the level's or model's, if one matches"
     )
-    kv_bytes: flags.KvBytes = flag.default(None, note="Applies to --engine.")
 
 
 def check(options: AttentionOptions) -> None:
     """Check model, context, density and layouts."""
     from spkv_nas.cost.formulas import visible_keys
-    from spkv_nas.stages import checks, engines
+    from spkv_nas.stages import checks
 
-    engines.check_engine_options(options, options.kv_bytes)
     checks.check_model_size(options.level, options.model)
     tokens = 1 if options.context is None else units.parse_context(options.context)
     if options.density is not None:
