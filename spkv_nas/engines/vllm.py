@@ -287,7 +287,7 @@ class Vllm(PlannedEngine):
         ),
     }
     program = Program("run_vllm.py", "vllm")
-    evidence = "equal to vLLM's own functions"
+    evidence = "equal to vLLM's own allocator, given what layers keep"
     note = "with the hybrid KV cache manager, and the cache's layout by layer"
     uncounted = (
         "pipeline parallelism",

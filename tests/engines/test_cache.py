@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from paths import ROOT
 from vllm_server import PYTHON, needs_vllm
 
 from spkv_nas.artifacts.layout import Layout
@@ -359,3 +360,15 @@ def test_plans_equal_those_of_vllm() -> None:
             assert plan.concurrency(case.memory) == answer["concurrency"], case
             assert tokens(plan, case.memory, case.context) == answer["tokens"], case
     assert 1000 < started < len(everything)
+
+
+@needs_vllm
+@pytest.mark.slow
+def test_plans_of_published_models_equal_those_of_vllm() -> None:
+    """Compare bytes of a page and of a request, and the concurrency: 17 models, three contexts, two settings."""
+    script = Path(__file__).with_name("vllm_published.py")
+    command = [PYTHON, str(script), str(ROOT / "tests" / "published")]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    rows = json.loads(result.stdout)
+    assert len(rows) == 17 * 3 * 2
+    assert [row for row in rows if row[3] != row[4]] == []
