@@ -27,70 +27,80 @@ _LINEAR = ("linear_attention", "mamba", "mamba2", "M")
 _CONVOLUTION = ("conv", "short_conv")
 _BOTH = ("hybrid",)  # attention and a state space side by side
 _NOTHING = ("mlp", "moe", "-", "E")
+# Sizes of gated delta nets by default
+_DELTA_NET = {
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}
+
+
+def _sizes(layers: int, hidden: int, heads: int, kv_heads: int, head_dim: int) -> dict[str, Any]:
+    """Return the sizes that most config classes have a default for."""
+    return {
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+    }
+
+
 # Defaults of the config classes of transformers, where published configs leave keys out
 _DEFAULTS: dict[str, dict[str, Any]] = {
-    "gemma2": {
-        "num_hidden_layers": 26, "hidden_size": 2304, "num_attention_heads": 8, "num_key_value_heads": 4,
-        "head_dim": 256, "sliding_window": 4096,
-    },
-    "gemma3_text": {
-        "num_hidden_layers": 26, "hidden_size": 2304, "num_attention_heads": 8, "num_key_value_heads": 4,
-        "head_dim": 256, "sliding_window": 4096,
-    },
-    "gemma3n_text": {
-        "num_hidden_layers": 35, "hidden_size": 2048, "num_attention_heads": 8, "num_key_value_heads": 2,
-        "head_dim": 256, "sliding_window": 512, "num_kv_shared_layers": 15,
-    },
-    "gemma4_text": {
-        "num_hidden_layers": 30, "hidden_size": 2304, "num_attention_heads": 8, "num_key_value_heads": 4,
-        "head_dim": 256, "sliding_window": 512, "num_kv_shared_layers": 0, "global_head_dim": 512,
-    },
-    "gpt_oss": {
-        "num_hidden_layers": 36, "hidden_size": 2880, "num_attention_heads": 64, "num_key_value_heads": 8,
-        "head_dim": 64, "sliding_window": 128,
-    },
+    "gemma2": _sizes(26, 2304, 8, 4, 256) | {"sliding_window": 4096},
+    "gemma3_text": _sizes(26, 2304, 8, 4, 256) | {"sliding_window": 4096},
+    "gemma3n_text": _sizes(35, 2048, 8, 2, 256)
+    | {"sliding_window": 512, "num_kv_shared_layers": 15},
+    "gemma4_text": _sizes(30, 2304, 8, 4, 256)
+    | {"sliding_window": 512, "num_kv_shared_layers": 0, "global_head_dim": 512},
+    "gpt_oss": _sizes(36, 2880, 64, 8, 64) | {"sliding_window": 128},
     "qwen3": {"head_dim": 128},
-    "qwen3_next": {
-        "num_hidden_layers": 48, "hidden_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 2,
-        "head_dim": 256, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
-        "linear_num_key_heads": 16, "linear_num_value_heads": 32,
-    },
-    "qwen3_5_text": {
-        "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 16, "num_key_value_heads": 4,
-        "head_dim": 256, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
-        "linear_num_key_heads": 16, "linear_num_value_heads": 32,
-    },
-    "qwen3_5_moe_text": {
-        "num_hidden_layers": 40, "hidden_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 2,
-        "head_dim": 256, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
-        "linear_num_key_heads": 16, "linear_num_value_heads": 32,
-    },
-    "mimo_v2_flash": {
-        "num_hidden_layers": 48, "hidden_size": 4096, "num_attention_heads": 64, "num_key_value_heads": 4,
-        "head_dim": 192, "v_head_dim": 128, "sliding_window": 129,
-    },
+    "qwen3_next": _sizes(48, 2048, 16, 2, 256) | _DELTA_NET,
+    "qwen3_5_text": _sizes(32, 4096, 16, 4, 256) | _DELTA_NET,
+    "qwen3_5_moe_text": _sizes(40, 2048, 16, 2, 256) | _DELTA_NET,
+    "mimo_v2_flash": _sizes(48, 4096, 64, 4, 192) | {"v_head_dim": 128, "sliding_window": 129},
     "cohere2": {"sliding_window": 4096},
     "olmo3": {"sliding_window": 4096},
     "exaone4": {"sliding_window": 4096},
     "ministral3": {"head_dim": 128},
     "granite_swa": {"sliding_window": 128},
     "granitemoehybrid": {
-        "mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_conv": 4, "mamba_expand": 2,
+        "mamba_n_heads": 128,
+        "mamba_n_groups": 1,
+        "mamba_d_state": 256,
+        "mamba_d_conv": 4,
+        "mamba_expand": 2,
     },
     "lfm2": {"conv_L_cache": 3},
     "lfm2_moe": {"conv_L_cache": 3},
     "nemotron_h": {
-        "mamba_num_heads": 128, "mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 128, "conv_kernel": 4,
-        "head_dim": 128, "mamba_ssm_cache_dtype": "float32",
+        "mamba_num_heads": 128,
+        "mamba_head_dim": 64,
+        "n_groups": 8,
+        "ssm_state_size": 128,
+        "conv_kernel": 4,
+        "head_dim": 128,
+        "mamba_ssm_cache_dtype": "float32",
     },
     "jamba": {
-        "attn_layer_period": 8, "attn_layer_offset": 4, "mamba_d_state": 16, "mamba_d_conv": 4, "mamba_expand": 2,
+        "attn_layer_period": 8,
+        "attn_layer_offset": 4,
+        "mamba_d_state": 16,
+        "mamba_d_conv": 4,
+        "mamba_expand": 2,
     },
     "falcon_h1": {
-        "mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_conv": 4, "mamba_expand": 2,
+        "mamba_n_heads": 128,
+        "mamba_n_groups": 1,
+        "mamba_d_state": 256,
+        "mamba_d_conv": 4,
+        "mamba_expand": 2,
         "mamba_d_ssm": 1024,
     },
-}  # fmt: skip
+}
 # Layers of which the last in every period is global, by model type: the others have a window, or are linear
 _PERIODS = {
     "gemma2": 2,
