@@ -358,7 +358,7 @@ def _attention(text: Config, window: int | None, index: int) -> LayerCache:
     heads = sizes.get("num_key_value_heads") or query_heads
     if isinstance(heads, list):
         heads = heads[index]
-    key_dim = sizes.get("head_dim") or sizes.get("attention_head_dim")
+    key_dim = sizes.get("attention_head_dim") or sizes.get("head_dim")
     key_dim = key_dim or int(sizes["hidden_size"]) // query_heads
     return LayerCache(int(heads), int(key_dim), int(sizes.get("v_head_dim") or key_dim), window)
 

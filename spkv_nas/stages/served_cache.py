@@ -94,11 +94,9 @@ def show(served: ServedCache) -> None:
     serving = served.serving
     dtype = serving.settings.kv_dtype or served.model.dtype
     where = f"{serving.engine.title}, requests of {served.context:,} tokens, {dtype}"
-    # By what layers keep
-    as_is = served.plans[_AS_IS]
     columns = ("layers", "keep", "heads x size", "a token", "one request")
     grid = console.Table(*columns, title=f"{console.escape(Path(served.name).name)}: {where}")
-    for row in as_is.rows:
+    for row in served.plans[_AS_IS].rows:
         grid.add_row(
             str(row.num_layers),
             row.layer.kind,
@@ -107,23 +105,30 @@ def show(served: ServedCache) -> None:
             units.format_bytes(row.request_bytes),
         )
     console.out.print(grid)
-    # All requests
-    titles = ["cache", "served as", "one request", f"{served.requests:,} requests"]
+    console.out.print(_table_of_requests(served))
+    console.say("\n".join(served.remarks))
+
+
+def _table_of_requests(served: ServedCache) -> console.Table:
+    """Return a table of what requests take in all layers, and how many fit, with each layout."""
+    titles = ["", "one request"]
+    if len(served.plans) > 1:
+        titles.insert(1, "served as")
+    if served.requests > 1:
+        titles.append(f"{served.requests:,} requests")
     if served.memory is not None:
         titles += [f"requests in\n{units.format_bytes(served.memory)}", "tokens"]
     grid = console.Table(*titles)
     for name, planned in served.plans.items():
-        cells = [
-            console.escape(name),
-            planned.form,
-            units.format_bytes(planned.request_bytes),
-            units.format_bytes(planned.memory(served.requests)),
-        ]
+        cells = [console.escape(name), units.format_bytes(planned.request_bytes)]
+        if len(served.plans) > 1:
+            cells.insert(1, planned.form)
+        if served.requests > 1:
+            cells.append(units.format_bytes(planned.memory(served.requests)))
         if served.memory is not None:
             cells += [f"{planned.concurrency(served.memory):,.2f}", f"{served.tokens(planned):,}"]
         grid.add_row(*cells)
-    console.out.print(grid)
-    console.say("\n".join(served.remarks))
+    return grid
 
 
 def _token_bytes(served: ServedCache, layer: LayerCache) -> int:

@@ -19,7 +19,9 @@ from spkv_nas.cost.model_cache import config_cache, read_model_cache
 from spkv_nas.engines.cache import LayerCache
 from spkv_nas.engines.registry import read_serving
 
-PUBLISHED = ROOT / "tests" / "published"  # keys of published configs on which their caches depend
+# Keys of published configs on which their caches depend: of the classes of transformers 5.23, and as quoted in the
+# documentation and tests of vLLM, mlx-lm, llama.cpp and Megatron Bridge
+PUBLISHED = ROOT / "tests" / "published"
 NAMES = sorted(file.stem for file in PUBLISHED.glob("*.json"))
 CONTEXT = 32768
 GLOBAL = 2048  # pages of 16 tokens in vLLM
