@@ -42,12 +42,11 @@ from spkv_nas.probing.gains import add_one_head_gains
 from spkv_nas.probing.signals import Signal, parse_sinks
 from spkv_nas.probing.sinks import choose_sinks
 from spkv_nas.proposal.budget import parse_budget
-from spkv_nas.stages import checks, commands, next_steps, printing, reference_run
+from spkv_nas.stages import checks, commands, next_steps, printing
 from spkv_nas.stages.options import REFERENCE
 from spkv_nas.stages.options.probe import ProbeOptions, chosen_signal
 from spkv_nas.stages.record import OPTIONS, probe_records, recorded
 from spkv_nas.stages.subject import Measured, Subject
-from spkv_nas.training.run_files import run_lock
 
 _LEARNING = ("budget", "steps", "window", "seed")  # options that apply where gates are learned
 _GAINS = "ablation_tokens"  # option of signals whose ranking is validated
@@ -346,6 +345,9 @@ def _learn(
     subject: Subject, measured: Measured, options: ProbeOptions, reporter: Reporter
 ) -> dict[str, Any]:
     """Attach gates to a model, train them or load the finished ones, and return a record of their training."""
+    # Imports what trains, for a second or two that other probes do not need
+    from spkv_nas.training.run_files import run_lock
+
     model = measured.model
     blocks = measured.train
     assert blocks is not None
@@ -404,6 +406,9 @@ def _subject(options: ProbeOptions, reporter: Reporter) -> Subject:
     if options.recipe is None:
         subject = Subject.of(options, REFERENCE, "probe on")
     else:
+        # Imports what trains, as above
+        from spkv_nas.stages import reference_run
+
         recipe = options.recipe
         folders = options.folders
         device = options.device
