@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+import pandas as pd
+
 from spkv_nas.base.arrays import Array
 
 # Bits of the dense model's last hidden states, as numpy has no bfloat16; one channel where logits depend on more
@@ -46,7 +48,10 @@ class Displacement:
     @classmethod
     def of_row(cls, row: Mapping[Any, Any]) -> "Displacement | None":
         """Read the columns of a row; None if they are missing or empty, as in older tables and for other criteria."""
-        values = {name: float(row.get(name, math.nan)) for name in COLUMNS}
+        values = {}
+        for name in COLUMNS:
+            value = row.get(name, math.nan)
+            values[name] = math.nan if pd.isna(value) else float(value)
         if math.isnan(values["kl_mean"]) or math.isnan(values["num_compared"]):
             return None
         number = int(values.pop("num_compared"))

@@ -23,6 +23,7 @@ from spkv_nas.evaluation.answers.questions import Conversation, read_questions
 from spkv_nas.evaluation.answers.rounds import AnswerRounds
 from spkv_nas.evaluation.verdict.criterion import Setting
 from spkv_nas.model.windows import layout_applied
+from spkv_nas.stages import decision
 
 TEMPLATE = (
     "{% if tools %}{{ tools }}{% endif %}"
@@ -401,6 +402,14 @@ class TestVerdict:
             run("full.yaml", margin="needles=5|recall=50:distance=25")
         with pytest.raises(UserError, match="recall has two margins"):
             run("full.yaml", margin="recall=5,needles=5|recall=50")
+
+    def test_rows_of_other_criteria_have_no_displacement(self) -> None:
+        """A missing number of compared tokens, which is None in a column of whole numbers, ended the command."""
+        result = run("full.yaml", margin="nll=20%,recall=50:distance=20", max_tokens=1024)
+        nll, recall = decision.measured_by(result.compared, result)
+        assert nll.displacement is not None
+        assert recall.displacement is None
+        assert recall.note.endswith("%")
 
     @pytest.mark.slow
     def test_an_interrupted_verdict_gives_the_same_bytes(
