@@ -149,6 +149,12 @@ class TestAnswer:
         result = run(max_tokens=20 * TOKENS)
         assert (result.passes, result.answer) == (None, "open")
 
+    def test_an_open_criterion_spares_the_others(self, folder: Path) -> None:
+        """A budget that is open by one criterion cannot pass by the others."""
+        result = run(max_tokens=20 * TOKENS, margin="nll=1%,agreement=50:new-tokens=4")
+        assert (result.passes, result.answer) == (None, "open")
+        assert set(result.rows["criterion"]) == {"nll"}
+
     def test_constraints_skip_budgets_with_the_same_layout(self, folder: Path) -> None:
         result = run(budgets=["2..8"], granularity="layer")
         assert list(result.budgets) == [2, 4, 6, 8]

@@ -244,7 +244,8 @@ class Trial:
         """Measure a candidate, criterion by criterion, until one fails, all pass, or there are no more samples.
 
         ``gives_up`` stops, with the answer "open", where the loss is above the margin and about twice the samples that
-        are left would not decide. ``tell`` is called before every round that is not known yet.
+        are left would not decide, and after a criterion that is open. ``tell`` is called before every round that is not
+        known yet.
         """
         pairs: Pairs = {}
         answers: list[Answer] = []
@@ -293,8 +294,8 @@ class Trial:
                 if number >= known:
                     tell(self._left(candidate, index, end), likely, note)
             answers.append(answer)
-            # One failed criterion is enough
-            if answer == "fails":
+            # One failed criterion is enough, and one that is open where only a pass is worth more samples
+            if answer == "fails" or (answer == "open" and gives_up):
                 return pairs, answer
         return pairs, "open" if "open" in answers else "passes"
 
