@@ -383,7 +383,7 @@ class Layout(OnGrid):
     @property
     def rows(self) -> str:
         """Return the lines of the grid in the file."""
-        return "\n".join(f"  - {row}" for row in self.heads)
+        return "\n".join(f"  - {files.yaml_line(row)}" for row in self.heads)
 
     @property
     def text(self) -> str:

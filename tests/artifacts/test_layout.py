@@ -237,6 +237,14 @@ def test_a_hash_that_looks_like_a_number_stays_text(tmp_path: Path, window: int)
     assert Layout.read(tmp_path / "x.yaml") == layout
 
 
+def test_rows_that_yaml_takes_for_truth_values_stay_text(tmp_path: Path) -> None:
+    """The letters of four windows spell NO and ON, which YAML reads as false and true."""
+    rows = ("NO", "ON", "LM", "GG")
+    layout = Layout(rows, windows={"L": 1, "M": 2, "N": 3, "O": 4})
+    layout.write(tmp_path / "x.yaml")
+    assert Layout.read(tmp_path / "x.yaml").heads == rows
+
+
 @pytest.mark.parametrize(("old", "new"), [("- GLG", "- GGG"), ("window: 8 ", "window: 9 ")])
 def test_an_edited_layout_is_read_with_a_warning(tmp_path: Path, old: str, new: str) -> None:
     path = tmp_path / "densest.yaml"

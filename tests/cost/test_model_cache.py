@@ -19,8 +19,8 @@ from spkv_nas.cost.model_cache import config_cache, read_model_cache
 from spkv_nas.engines.cache import LayerCache
 from spkv_nas.engines.registry import read_serving
 
-# Keys of published configs on which their caches depend: of the classes of transformers 5.23, and as quoted in the
-# documentation and tests of vLLM, mlx-lm, llama.cpp and Megatron Bridge
+# Keys of published configs on which their caches depend: defaults of the classes of transformers 5.23, or values as
+# published, of which those of gpt-oss, Command R7B, OLMo 3, Gemma 2 and LFM2 were not compared with the published files
 PUBLISHED = ROOT / "tests" / "published"
 NAMES = sorted(file.stem for file in PUBLISHED.glob("*.json"))
 CONTEXT = 32768
