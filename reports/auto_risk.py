@@ -115,7 +115,7 @@ def main() -> None:
             documents = Documents({name: each[drawn] for name, each in sums.items()})
             margins = parse_margins(margin)
             trial = Trial(margins, {"nll": documents}, documents)  # type: ignore[arg-type, dict-item]
-            nll = table.metadata.get("nll")
+            nll = table.record.nll
             found.append(
                 find_critical_budget(
                     trial, candidates, options.risk, memories=[*layouts], nll=nll

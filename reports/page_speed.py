@@ -23,6 +23,7 @@ from playwright.sync_api import sync_playwright
 
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.histogram import LogitHistogram
+from spkv_nas.artifacts.probe_record import ProbeRecord
 from spkv_nas.proposal.propose import propose
 from spkv_nas.report.inputs import ReportInputs
 from spkv_nas.report.page import write_report
@@ -67,7 +68,9 @@ def make_table(num_layers: int, num_kv_heads: int, num_domains: int) -> HeadScor
         standard_error=generator.uniform(0, 0.01, domain.size).round(6),
     )
     metadata = {"head_dim": 128, "dtype": "bfloat16"}
-    return HeadScores("made-up", rows, window=128, histogram=histogram, metadata=metadata)
+    return HeadScores(
+        "made-up", rows, window=128, histogram=histogram, record=ProbeRecord.of(metadata)
+    )
 
 
 def make_search(table: HeadScores, number: int) -> pd.DataFrame | None:

@@ -15,6 +15,7 @@ from paths import copy_example
 
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
+from spkv_nas.artifacts.probe_record import ProbeRecord
 from spkv_nas.artifacts.search_table import BASELINE, COLUMNS
 from spkv_nas.cli import main
 
@@ -106,9 +107,9 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     table = HeadScores.read(folder / "probes/stdlib-21x3")
     write_search(folder, table)
     scores = np.random.default_rng(0).uniform(size=len(table.rows)).round(2)  # some are equal
-    metadata = {"signal": "duo", "kind": "share", "model": table.metadata["model"]}
+    metadata = {"signal": "duo", "kind": "share", "model": table.record.model}
     HeadScores(
-        OTHER, table.rows.assign(score=scores), window=table.window, metadata=metadata
+        OTHER, table.rows.assign(score=scores), window=table.window, record=ProbeRecord.of(metadata)
     ).write(folder / "probes" / OTHER)
     with unsaved_pictures():
         main(["report", "-w", str(folder), "--probe", "stdlib-21x3"])

@@ -15,6 +15,7 @@ from rows import Row
 from spkv_nas.artifacts.gate_config import GateConfig
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
+from spkv_nas.artifacts.probe_record import ProbeRecord
 from spkv_nas.probing.density import probe
 from spkv_nas.probing.measure import measure_signal
 from spkv_nas.probing.priced import learn_gates
@@ -85,7 +86,9 @@ class Measurement:
         values = self.row.read()
         record = values["record"]
         rows = pd.DataFrame(values["scores"]).astype({"standard_error": float})
-        return HeadScores(record["name"], rows, record["tau"], record["window"], metadata=record)
+        return HeadScores(
+            record["name"], rows, record["tau"], record["window"], record=ProbeRecord.of(record)
+        )
 
     def write(self) -> None:
         """Measure the signal and write its table."""
@@ -93,7 +96,7 @@ class Measurement:
             table = self._priced(progress) if self.name == PRICED else self._scored(progress)
         record = {"name": table.name, "kind": table.kind, "tau": table.tau, "window": table.window}
         scores = table.rows.astype(object).where(table.rows.notna(), None).to_dict("list")
-        self.row.write({"record": {**table.metadata, **record}, "scores": scores})
+        self.row.write({"record": {**table.record.entries(), **record}, "scores": scores})
 
     def _scored(self, progress: Any) -> HeadScores:
         """Measure one of the library's signals."""

@@ -6,7 +6,7 @@ score, for scores of another kind). ``probe.yaml`` names the signal and the kind
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -19,6 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 from spkv_nas.artifacts import diagnosis, grid, head_tables, local_layers, score_kind
 from spkv_nas.artifacts.histogram import DocumentCounts, LogitHistogram
 from spkv_nas.artifacts.kinds import DENSITY, SCORE
+from spkv_nas.artifacts.probe_record import ProbeRecord
 from spkv_nas.artifacts.selection import (
     PATTERN,
     SELECTION,
@@ -27,7 +28,7 @@ from spkv_nas.artifacts.selection import (
     read_selection,
     write_selection,
 )
-from spkv_nas.base import arguments, files, records, schema, tables
+from spkv_nas.base import arguments, files, records, tables
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.replace import replacing, settle
 
@@ -63,7 +64,7 @@ class HeadScores(grid.OnGrid):
         positions_tau: threshold of ``positions``; None: ``tau``.
         histogram: histogram of the utility logits; None for a table made by hand.
         documents: counts per document at ``tau``; None for a table made by hand.
-        metadata: where the table comes from (``probe.yaml``).
+        record: where the table comes from, and what else was found (``probe.yaml``).
         probe_hash: ``content_hash`` of the table at the probe's threshold; None: this table is at it.
         gains: individual gain of each head, to validate the ranking; None if not measured.
         window_costs: cost of each window to each head, for layouts of several windows; None if not measured.
@@ -78,7 +79,7 @@ class HeadScores(grid.OnGrid):
     positions_tau: float | None = None
     histogram: LogitHistogram | None = None
     documents: DocumentCounts | None = None
-    metadata: Mapping[str, Any] = field(default_factory=dict)
+    record: ProbeRecord = field(default_factory=ProbeRecord)
     probe_hash: str | None = None
     gains: head_tables.Gains | None = None
     window_costs: head_tables.WindowCosts | None = None
@@ -92,19 +93,19 @@ class HeadScores(grid.OnGrid):
     @property
     def signal(self) -> str:
         """Return the name of the signal, "density" or another one such as "duo-attention"."""
-        return str(self.metadata.get("signal", DENSITY if self.is_density else "custom"))
+        return self.record.signal or (DENSITY if self.is_density else "custom")
 
     @property
     def sinks(self) -> int:
         """Return how many first tokens a local head saw besides its window while the scores were measured."""
-        return int(self.metadata.get("sinks", 0))
+        return self.record.sinks
 
     @cached_property
     def selection(self) -> str | None:
         """Return the digest of the documents that the heads were scored on; None if unknown."""
         if self.selected_on is not None:
             return digest(self.selected_on)
-        return self.metadata.get(SELECTION)
+        return self.record.selection
 
     @cached_property
     def layers(self) -> list[int]:
@@ -130,13 +131,14 @@ class HeadScores(grid.OnGrid):
     def cache_facts(self) -> dict[str, Any]:
         """Return ``local_layers.cache_facts`` of the probe's model, with the size of heads if the probe records it."""
         layers = local_layers.config_layers(self.native_windows)
-        sizes = self.metadata.get("head_dims") or [self.metadata.get("head_dim")] * self.num_layers
+        sizes: Sequence[int | None]
+        sizes = self.record.head_dims or [self.record.head_dim] * self.num_layers
         return local_layers.cache_facts(layers, self.heads_per_layer, sizes)
 
     @property
     def native_windows(self) -> list[int | None]:
         """Return the sliding window of every layer in the checkpoint, None for full attention."""
-        return self.metadata.get("native_windows") or [None] * self.num_layers
+        return self.record.native_windows or [None] * self.num_layers
 
     @property
     def local_sinks(self) -> int | None:
@@ -144,32 +146,14 @@ class HeadScores(grid.OnGrid):
         return None if self.is_density else self.sinks
 
     @property
-    def learned_budget(self) -> int | None:
-        """Return the number of global heads that the scores were learned for; None if they do not depend on one."""
-        budget = self.metadata.get("budget")
-        return None if budget is None else int(budget)
-
-    @property
     def memory_budget(self) -> int | None:
         """Return the number of global heads that the memory leaves which the probe was measured for; None without."""
-        return self.learned_budget if "memory" in self.metadata else None
-
-    @property
-    def context(self) -> int | None:
-        """Return the tokens of a sequence whose KV cache is counted: as many as were measured at once, if known.
-
-        That is the context that the probe was measured for, or the length of its blocks; in tables of earlier versions
-        the model's context. None: none of these is recorded.
-        """
-        for key in ("context", "block_size", "positions"):
-            if self.metadata.get(key) is not None:
-                return int(self.metadata[key])
-        return None
+        return None if self.record.memory is None else self.record.budget
 
     @property
     def kind(self) -> str:
         """Return the kind of the scores, one of ``kinds.KINDS``."""
-        return str(self.metadata.get("kind", DENSITY))
+        return self.record.kind or DENSITY
 
     @property
     def is_density(self) -> bool:
@@ -179,22 +163,19 @@ class HeadScores(grid.OnGrid):
     @cached_property
     def measure(self) -> score_kind.Measure:
         """Return the name, unit and colour scale of the scores."""
-        unit = self.metadata.get("unit")
-        return score_kind.Measure.of(self.kind, self.signal, unit, self.values[self.is_head])
+        values = self.values[self.is_head]
+        return score_kind.Measure.of(self.kind, self.signal, self.record.unit, values)
 
     @property
     def missed_price(self) -> str | None:
         """Return a warning if the gates missed the target density of their price; else None."""
         if not self.is_density:
             return None
-        reached = self.metadata.get("reached_density")
-        learned = self.metadata.get("training") != diagnosis.FROZEN
-        return diagnosis.missed_price(self.target_density, reached, weights_learned=learned)
-
-    @property
-    def target_density(self) -> float | None:
-        """Return the share of keys that the gates were trained to keep; None without a target."""
-        return self.metadata.get("target_density")
+        return diagnosis.missed_price(
+            self.record.target_density,
+            self.record.reached_density,
+            weights_learned=self.record.training != diagnosis.FROZEN,
+        )
 
     @property
     def tau_of_positions(self) -> float:
@@ -252,6 +233,10 @@ class HeadScores(grid.OnGrid):
         values = np.asarray(self._by_domain("score")[self.domains.index(domain)])
         return values if signed else np.nan_to_num(values.clip(0.0))
 
+    def with_record(self, **entries: object) -> "HeadScores":
+        """Return the table with other entries in its record."""
+        return replace(self, record=self.record.with_entries(**entries))
+
     def at_tau(self, tau: float) -> "HeadScores":
         """Return the table at another threshold, with standard errors NaN and ``positions`` as probed.
 
@@ -294,7 +279,7 @@ class HeadScores(grid.OnGrid):
             return []
         missed = [] if self.missed_price is None else [self.missed_price]
         # With a price, density measures need, not the number of useful keys
-        is_priced = bool(self.metadata.get("price")) or self.target_density is not None
+        is_priced = bool(self.record.price) or self.record.target_density is not None
         return missed + diagnosis.undifferentiated(self.density[self.is_head], is_priced=is_priced)
 
     def _repr_html_(self) -> str:
@@ -322,7 +307,7 @@ class HeadScores(grid.OnGrid):
         name: str = "custom",
         kind: str = SCORE,
         window: int | None = None,
-        **record: Any,
+        **entries: object,
     ) -> "HeadScores":
         """Create a table from scores [L, Hkv], higher for heads that need global attention; NaN where there is none.
 
@@ -331,13 +316,12 @@ class HeadScores(grid.OnGrid):
             name: name of the table.
             kind: "score", "share", "gain" or "density".
             window: recent keys that local heads of its layouts see.
-            record: entries of ``probe.yaml``, such as ``unit`` and ``sinks``.
+            entries: entries of ``probe.yaml``, such as ``unit`` and ``sinks``.
         """
         window = arguments.convert("window", int | None, window)
-        entries = {**record, "name": name, "window": window}
-        schema.validate(head_tables.ProbeFile, entries, "head scores")
+        record = ProbeRecord.of({**entries, "name": name, "window": window})
         rows = head_tables.array_rows(values, kind)
-        return cls(name, rows, window=window, metadata={**record, "kind": kind})
+        return cls(name, rows, window=window, record=record.with_entries(kind=kind))
 
     def to_frame(self) -> pd.DataFrame:
         """Return one row per layer, KV head and domain, as ``density.csv`` has them."""
@@ -358,11 +342,10 @@ class HeadScores(grid.OnGrid):
         file = path / _TABLE if files.is_folder(path) else path
         folder = file.parent
         settle(folder)
-        metadata: dict[str, object] = {}
+        entries: dict[str, object] = {}
         if file.name == _TABLE and files.is_file(folder / RECORD):
-            metadata = records.read_record(folder / RECORD, "probe")
-        has_record = bool(metadata)
-        record = schema.validate(head_tables.ProbeFile, metadata, f"probe {folder / RECORD}")
+            entries = records.read_record(folder / RECORD, "probe")
+        record = ProbeRecord.of(entries, f"probe {folder / RECORD}")
         # Read the table
         rows, kind = head_tables.read_rows(file, record.kind, record.heads_per_layer)
         table = cls(
@@ -370,17 +353,17 @@ class HeadScores(grid.OnGrid):
             rows=rows,
             tau=record.tau,
             window=record.window,
-            metadata=metadata if kind == DENSITY else {**metadata, "kind": kind},
+            record=record if kind == DENSITY else record.with_entries(kind=kind),
         )
-        if not has_record:
+        if not entries:
             return table
         # Read the files beside it
         sizes = table.heads_per_layer
         domains = table.domains
         densities = [table.domain_density(domain) for domain in domains]
         selected_on = None
-        if SELECTION in metadata:
-            selected_on = read_selection(metadata[SELECTION], [folder])
+        if record.selection is not None:
+            selected_on = read_selection(record.selection, [folder])
         return replace(
             table,
             positions=head_tables.read_positions(folder / _POSITIONS, sizes),
@@ -393,7 +376,7 @@ class HeadScores(grid.OnGrid):
 
     def write(self, folder: files.StrPath) -> None:
         """Write ``density.csv``, ``probe.yaml`` and what else is known, in place of all files of an earlier probe."""
-        record = self._facts()
+        facts = self._facts()
         # List the files of an earlier probe, which are replaced or removed
         earlier = [
             file.name for file in Path(folder).glob(PATTERN) if str(self.selection) not in file.name
@@ -412,8 +395,8 @@ class HeadScores(grid.OnGrid):
                 if part is not None:
                     part.write(new / name)
             if self.selected_on is not None:
-                record[SELECTION] = write_selection(new, self.selected_on)
-            records.write_record(new / RECORD, {**self.metadata, **record})
+                facts[SELECTION] = write_selection(new, self.selected_on)
+            records.write_record(new / RECORD, {**self.record.entries(), **facts})
 
     def _facts(self) -> dict[str, object]:
         """Return the entries of ``probe.yaml`` that follow from the table itself."""

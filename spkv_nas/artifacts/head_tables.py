@@ -10,8 +10,7 @@ a gain.
 in a model whose other heads are all local (signal ``add-one-head`` of ``probing.gains``). Such gains, of a few thousand
 tokens, are noisy and ignore interactions, so they only validate a table as a whole and name what it clearly misses.
 
-``windows.csv`` has what each window of local heads costs each KV head. ``ProbeFile`` checks ``probe.yaml``, which says
-where the tables come from.
+``windows.csv`` has what each window of local heads costs each KV head.
 """
 
 import csv
@@ -19,16 +18,14 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
 
 import numpy as np
 import pandas as pd
 from numpy.typing import ArrayLike, NDArray
-from pydantic import ConfigDict, Field, field_validator
 
 from spkv_nas.artifacts.grid import check_grid, grid_words, head_cells
 from spkv_nas.artifacts.kinds import DENSITY, GAIN, KINDS, SCORE
-from spkv_nas.base import arrays, files, limits, names, schema
+from spkv_nas.base import arrays, files, limits
 from spkv_nas.base.errors import UserError, first_line
 from spkv_nas.base.tables import MAX_BYTES, Column, read_table, write_csv
 
@@ -71,44 +68,6 @@ _WINDOW_COLUMNS = (
 )
 _WINDOW_ORDER = ["domain", "layer", "kv_head", "window"]
 _GAIN_REMEDY = "probe again, or remove it: only what propose says of trust needs it"
-
-
-class ProbeFile(schema.Section):
-    """Content of ``probe.yaml``; other keys are kept as they are."""
-
-    model_config = ConfigDict(extra="allow")
-
-    name: str | None = None
-    tau: float = Field(default=0.5, ge=0, le=1)
-    window: int | None = Field(default=None, ge=1, le=limits.MAX_WINDOW)
-    sinks: int = Field(default=0, ge=0, le=limits.MAX_WINDOW)
-    native_windows: list[Annotated[int, Field(ge=1, le=limits.MAX_WINDOW)] | None] | None = None
-    head_dim: int | None = Field(default=None, ge=1, le=limits.MAX_SIZE)
-    # by layer, where layers differ
-    head_dims: list[Annotated[int, Field(ge=1, le=limits.MAX_SIZE)]] | None = None
-    heads_per_layer: list[Annotated[int, Field(ge=1, le=limits.MAX_SIZE)]] | None = None
-    dtype: str | None = None
-    positions: int | None = Field(default=None, ge=1, le=limits.MAX_SIZE)
-    kind: Literal["density", "share", "gain", "score"] | None = None
-    unit: str | None = None
-    target_density: float | None = Field(default=None, gt=0, lt=1)
-    reached_density: float | None = Field(default=None, ge=0, le=1)
-    mean_density: float | None = None
-    price: float | None = None
-    signal: str | None = None
-    granularity: str | None = None
-    budget: int | None = Field(default=None, ge=1)
-    options: dict[str, Any] | None = None
-    gains: dict[str, Any] | None = None
-    prediction_check: dict[str, Any] | None = None
-    head_gates: list[list[Annotated[float, Field(ge=0, le=1)]]] | None = None
-    selection: str | None = None
-    inputs: str | None = None
-
-    @field_validator("name")
-    @classmethod
-    def _can_name_a_file(cls, name: str | None) -> str | None:
-        return name if name is None else names.check_name(name, "the probe")
 
 
 def file_rows(rows: pd.DataFrame, kind: str = DENSITY) -> pd.DataFrame:

@@ -10,10 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-CHECK = "prediction_check"  # key of a record: ``PredictionCheck.as_mapping``
-# Key of a record: the gates of all heads, by layer, for layouts to compare
-HEAD_GATES = "head_gates"
-
 # Rank correlation with the true losses below which costs are no guide. With twelve layouts, costs that say nothing
 # reach it in 2 % of cases, and costs with a correlation of .9 over all layouts stay below in 3 % (simulated,
 # reports/LOG.md)
@@ -84,17 +80,15 @@ class PredictionCheck:
             ],
         }
 
-
-def read_check(record: Mapping[str, Any]) -> PredictionCheck | None:
-    """Return the check in the record of a probe; None without one."""
-    if (entry := record.get(CHECK)) is None:
-        return None
-    return PredictionCheck(
-        memory=entry["memory"],
-        blocks=entry["blocks"],
-        predicted=tuple(row["predicted"] for row in entry["layouts"]),
-        measured=tuple(row["change"] for row in entry["layouts"]),
-        correlation=entry["correlation"],
-        slope=entry["slope"],
-        reliability=entry["reliability"],
-    )
+    @classmethod
+    def parse(cls, entry: Mapping[str, Any]) -> "PredictionCheck":
+        """Return the check of an entry of a record."""
+        return cls(
+            memory=entry["memory"],
+            blocks=entry["blocks"],
+            predicted=tuple(row["predicted"] for row in entry["layouts"]),
+            measured=tuple(row["change"] for row in entry["layouts"]),
+            correlation=entry["correlation"],
+            slope=entry["slope"],
+            reliability=entry["reliability"],
+        )

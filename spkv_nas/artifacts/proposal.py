@@ -7,9 +7,9 @@ provenance in the layout files.
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from spkv_nas.artifacts import grid, head_scores, threshold
 from spkv_nas.artifacts.layout import GLOBAL, Layout
@@ -94,7 +94,7 @@ class Proposal:
         # Use the layouts' number of sink tokens and their threshold
         numbers = {layout.sinks for layout in self.layouts.values()}
         if len(numbers) == 1 and numbers != {table.sinks}:
-            table = replace(table, metadata={**table.metadata, "sinks": numbers.pop()})
+            table = table.with_record(sinks=numbers.pop())
         if self.tau is None or table.histogram is None:
             return table
         if self.tau == threshold.rounded_tau(table.tau):
@@ -213,12 +213,11 @@ def warn_of_windows(
     )
 
 
-def warn_of_separators(records: Mapping[str, Mapping[str, Any]]) -> None:
-    """Warn if members of a comparison, of which ``records`` are the records, have different separators of documents."""
+def warn_of_separators(reports: Mapping[str, Mapping[str, object] | None]) -> None:
+    """Warn if members of a comparison have different separators of documents; None: not recorded."""
     separators = {}
-    for name, record in records.items():
-        report = record.get("separator")
-        if isinstance(report, Mapping):
+    for name, report in reports.items():
+        if report is not None:
             known = [str(report[key]) for key in ("best", "documents") if key in report]
             separators[name] = " ".join(known)
     members = _members(separators)

@@ -67,8 +67,3 @@ class TriedLayout:
             standard_error=row.get("standard_error", math.nan),
             blocks=row["blocks"],
         )
-
-
-def read_tried(record: Mapping[str, Any]) -> list[TriedLayout]:
-    """Return the layouts that were compared, best first; none if the record has none."""
-    return [TriedLayout.parse(row) for row in record.get(TRIED, [])]

@@ -73,7 +73,7 @@ def read_record(path: Path, what: str, schema: type[Recorded] = Recorded) -> dic
     return content
 
 
-def read_unchecked(path: Path, what: str, schema: type[Recorded]) -> dict[str, Any]:
+def read_unchecked(path: Path, what: str, schema: type[Recorded] = Recorded) -> dict[str, Any]:
     """Read a record without verifying its hashes, for a quick look; empty if there is none."""
     content = parse_yaml(read_text(path, what), f"{what} {path}") if is_file(path) else {}
     validate(schema, content, f"{what} {path}")

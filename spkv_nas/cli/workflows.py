@@ -135,7 +135,6 @@ auto.__doc__ = AutoOptions.__doc__  # the help
 
 def _auto(options: AutoOptions, reporter: Reporter) -> Iterator[Result]:
     """Run the steps of ``auto``; the caller holds the lock of the model's results."""
-    from spkv_nas.artifacts.result_tables import ALARM
     from spkv_nas.stages import critical_budget, probe, report
     from spkv_nas.stages.options.report import ReportOptions
 
@@ -153,7 +152,7 @@ def _auto(options: AutoOptions, reporter: Reporter) -> Iterator[Result]:
             tell_unseen=lambda tokens: _expect(options, stages, tokens),
         )
     inputs.check()
-    _check(table.metadata.get(ALARM))
+    _check(table.record.alarm)
     # Find the smallest KV cache; the answer about retrained hybrids may replace this one
     with stages.begin(_SEARCH) as inner:
         result = critical_budget.run(options.search(table.name), inner, deadline)
@@ -297,7 +296,7 @@ def _retrain(
 
     # Choose layouts by their costs
     margins = search.compared.trial.margins
-    nll = table.metadata.get("nll")
+    nll = table.record.nll
     middle = len(search.layouts) // 2
     by_costs = {first_by_costs(margins, search.layouts, nll, factor) for factor in _RECOVERED}
     positions = sorted({middle if position is None else position for position in by_costs})

@@ -228,11 +228,11 @@ class EngineCost(CacheCost):
 
 def token_bytes(table: head_scores.HeadScores) -> float | None:
     """Return the bytes of one token in one KV head's cache; None if the probe does not record them."""
-    head_dim = table.metadata.get("head_dim")
-    dtype = table.metadata.get("dtype")
+    head_dim = table.record.head_dim
+    dtype = table.record.dtype
     if head_dim is None or dtype not in ITEM_BYTES:
         return None
-    return head_bytes(1, int(head_dim), ITEM_BYTES[dtype])
+    return head_bytes(1, head_dim, ITEM_BYTES[dtype])
 
 
 def cache_share(table: head_scores.HeadScores, density: float, context: int = CONTEXT) -> float:
@@ -252,7 +252,7 @@ def cache_share(table: head_scores.HeadScores, density: float, context: int = CO
 def _probe_cost(table: head_scores.HeadScores, context: int) -> CacheCost:
     """Return the cost of one sequence; in float32, with heads of one channel where the probe does not record them."""
     facts = {**table.cache_facts, "head_dim": table.cache_facts["head_dim"] or 1}
-    dtype = table.metadata.get("dtype")
+    dtype = table.record.dtype
     facts["dtype"] = dtype if dtype in ITEM_BYTES else "float32"
     return CacheCost(context, 1, table.window or DEFAULT_WINDOW, sinks=table.sinks, **facts)
 

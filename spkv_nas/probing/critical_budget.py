@@ -91,7 +91,9 @@ def _by_memory(
     progress: Progress | None,
 ) -> CriticalBudget:
     """Find the smallest memory whose layout passes, of those that lose least of several kinds; as above."""
-    cost = requirements.Requirements(context=scores.context or CONTEXT).cache_cost(scores, window)
+    cost = requirements.Requirements(context=scores.record.measured_context or CONTEXT).cache_cost(
+        scores, window
+    )
     assert cost is not None  # there is a context
     by_memory = windows.layouts_by_memory(scores, cost, budget.parse_memories(budgets))
     trial = prepare_trial(with_contest=True)
@@ -104,7 +106,7 @@ def _by_memory(
         risk,
         Reporter.of(progress),
         list(by_memory),
-        scores.metadata.get("nll"),
+        scores.record.nll,
         chooser=chooser,
     )
 

@@ -3,9 +3,6 @@
 SP-KV paper, "Measuring sparsity": density rho is the share of tokens whose utility u is at least tau.
 """
 
-from dataclasses import replace
-from typing import Any
-
 import numpy as np
 import pandas as pd
 import torch
@@ -14,6 +11,7 @@ from transformers import PreTrainedModel
 from spkv_nas.artifacts.gate_config import GateConfig
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.histogram import DocumentCounts, LogitHistogram
+from spkv_nas.artifacts.probe_record import ProbeRecord
 from spkv_nas.base import errors, statistics
 from spkv_nas.base.progress import Progress
 from spkv_nas.data.batches import run_own_batches
@@ -65,7 +63,8 @@ def probe(
             run_own_batches(run, counter.end, blocks, batch_size, input_device(model), progress)
 
     counter.finish()
-    table = _table(counter, blocks, config, tau, name, {**_price(config), **(metadata or {})})
+    record = ProbeRecord.of({**_price(config), **(metadata or {})})
+    table = _table(counter, blocks, config, tau, name, record)
     if config.target_density is None:
         return table
     # Add the density reached at the gates' own threshold, to compare with the target density. Sliding-window layers
@@ -73,7 +72,7 @@ def probe(
     has_gates = np.array([state.gate_window is not None for state in states])
     density = table.at_tau(config.tau).density
     reached = float(density[table.is_head & has_gates[:, None]].mean())
-    return replace(table, metadata={**table.metadata, "reached_density": round(reached, 4)})
+    return table.with_record(reached_density=round(reached, 4))
 
 
 def _table(
@@ -82,7 +81,7 @@ def _table(
     config: GateConfig,
     tau: float,
     name: str,
-    metadata: dict[str, Any],
+    record: ProbeRecord,
 ) -> HeadScores:
     """Build the density table of finished counts, with the domains that have text."""
     present = np.flatnonzero(counter.counts.tokens).tolist()
@@ -94,7 +93,7 @@ def _table(
         positions=_positions(counter),
         histogram=_histogram(counter, blocks.domains, present),
         documents=_documents(counter, blocks.domains, present),
-        metadata=metadata,
+        record=record,
     )
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from spkv_nas.artifacts import grid, head_scores, head_tables, kinds
+from spkv_nas.artifacts.probe_record import ProbeRecord
 from spkv_nas.base import arrays, distributed, errors, statistics
 from spkv_nas.data.blocks import TokenBlocks
 
@@ -231,4 +232,5 @@ def signal_table(
     rows["score"] = rows["score"].clip(low, high)
     facts = {"signal": signal, "kind": kind, "unit": unit, "source": metadata.get("model")}
     cost = {"passes": round(passes, 2), "tokens": tokens}
-    return head_scores.HeadScores(name, rows, window=window, metadata={**facts, **cost, **metadata})
+    record = ProbeRecord.of({**facts, **cost, **metadata})
+    return head_scores.HeadScores(name, rows, window=window, record=record)

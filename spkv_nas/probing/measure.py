@@ -23,7 +23,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from spkv_nas.artifacts import defaults, kinds
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.local_layers import cache_facts, config_layers, native_windows
-from spkv_nas.artifacts.prediction_check import CHECK, HEAD_GATES
+from spkv_nas.artifacts.probe_record import ProbeRecord
 from spkv_nas.base import device
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import SILENT, Progress, in_sequence
@@ -214,8 +214,8 @@ def _with_facts(
     facts["block_size"] = blocks.block_size
     # What the table must say, whatever its signal recorded
     table_facts = {"kind": entry.kind, "unit": entry.unit, **sink_facts, **windows_by_layer}
-    metadata = {**facts, **table.metadata, **table_facts}
-    return replace(table, metadata=metadata, selected_on=blocks.text_ids)
+    record = ProbeRecord.of({**facts, **table.record.entries(), **table_facts})
+    return replace(table, record=record, selected_on=blocks.text_ids)
 
 
 def _configured(entry: Signal, options: Mapping[str, object]) -> tuple[Signal, dict[str, Any]]:
@@ -287,7 +287,7 @@ def measure_within(
     well. ``progress`` is called with (passes over a block done, total).
 
     Returns:
-        The table at the window of the best layout with one window. Its metadata have ``memory``, ``context``, the
+        The table at the window of the best layout with one window. Its record has ``memory``, ``context``, the
         ``budget`` of global heads of that layout, ``layouts_tried`` with what each is predicted and was measured to
         lose on documents that ranked no head, and the name of the ``recommended`` one.
 
@@ -321,7 +321,7 @@ def measure_within(
             model, blocks, signal, measure, cost, limit, candidates, first.window, progress
         )
         record |= choice
-    return replace(table, metadata={**table.metadata, **record})
+    return table.with_record(**record)
 
 
 def _choose_window(
@@ -338,7 +338,7 @@ def _choose_window(
     """Rank the heads at the window ``ranked_at``, and choose another on documents that the ranking has not seen.
 
     Returns:
-        The table at the window of the best layout with one window, and the entries for its metadata.
+        The table at the window of the best layout with one window, and the entries for its record.
     """
     ranking, held_out = hold_out(blocks, most_tokens(blocks.block_size))
     # Count all steps in passes over a block; the layouts to compare are about as many as the windows
@@ -455,7 +455,7 @@ def _checked(
             "memory"
         )
         return table, sizes
-    table = replace(table, metadata={**table.metadata, CHECK: check.as_mapping()})
+    table = table.with_record(prediction_check=check.as_mapping())
     if not check.has_failed:
         return table, sizes
     # Learn gates for the memory of the check, at a typical window
@@ -468,7 +468,7 @@ def _checked(
         [round(float(gate), 4) for gate in layer_gates[:num_heads]]
         for layer_gates, num_heads in zip(learned.values, learned.heads_per_layer, strict=True)
     ]
-    return replace(table, metadata={**table.metadata, HEAD_GATES: gates}), sizes
+    return table.with_record(head_gates=gates), sizes
 
 
 def _cache_cost(

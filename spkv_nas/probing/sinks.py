@@ -12,7 +12,7 @@ that sinks come with (Sun et al., arXiv 2402.17762): hidden states hundreds of t
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from spkv_nas.artifacts import defaults, local_layers
+from spkv_nas.artifacts.probe_record import MassiveActivation
 from spkv_nas.base import arrays, distributed, errors
 from spkv_nas.data.batches import block_tokens
 from spkv_nas.data.blocks import TokenBlocks
@@ -34,16 +35,6 @@ _MIN_HELD = 0.9
 # Other early tokens get .0001 to .0003, sinks that pay off at least .005 (``reports/LOG.md``)
 _MIN_EXCESS = 0.002
 _MEDIAN_VALUES = 1 << 22  # maximum values that a median is taken of, as it sorts them
-
-
-@dataclass(frozen=True)
-class MassiveActivation:
-    """Largest hidden state of a decoder layer's output."""
-
-    layer: int  # index of the decoder layer, of those with attention
-    ratio: float  # its magnitude, as a multiple of the median magnitude in this layer
-    channel: int  # index of its channel
-    position: int  # position of its token in the block
 
 
 @dataclass(frozen=True)
@@ -116,7 +107,7 @@ class SinkReport:
         entries["massive_activation"] = None
         if self.largest is not None:
             ratio = float(f"{self.largest.ratio:.4g}")
-            entries["massive_activation"] = {**asdict(self.largest), "ratio": ratio}
+            entries["massive_activation"] = {**self.largest.model_dump(), "ratio": ratio}
         return entries
 
 
@@ -261,7 +252,7 @@ def _largest_activation(hidden: Tensor, layer: int) -> MassiveActivation:
     median = magnitude.flatten(0, 1)[::every].float().median()
     tiny = torch.finfo(torch.float32).tiny
     ratio = float(magnitude.max() / median.clamp_min(tiny))
-    return MassiveActivation(layer, ratio, channel, position)
+    return MassiveActivation(layer=layer, ratio=ratio, channel=channel, position=position)
 
 
 @contextmanager

@@ -121,7 +121,7 @@ def propose_for(
     if solutions is not None:
         best = next(iter(solved.values()), layouts[strategies.DENSEST.name])
         several = find_solutions(table, requirements, limit, best, solutions, resampled=resampled)
-    recommended = table.metadata[RECOMMENDED] if tried else None
+    recommended = table.record.recommended if tried else None
     return Answer(table, layouts, rows, certainty, several, recommended)
 
 
@@ -198,7 +198,7 @@ def _of_probe(table: head_scores.HeadScores, tried: Sequence[TriedLayout]) -> di
     layouts = {}
     for row in tried:
         origin = provenance(table, row.layout, row.layout.num_global)
-        origin |= {"memory_share": table.metadata["memory"], "context": table.metadata["context"]}
+        origin |= {"memory_share": table.record.memory, "context": table.record.context}
         layouts[row.name] = replace(row.layout, provenance=origin)
     return layouts
 

@@ -128,14 +128,13 @@ def provenance(
         origin[selection.SELECTION] = table.selection
     if not table.is_density:
         origin["signal"] = table.signal
-        origin["source"] = table.metadata.get("source")
+        origin["source"] = table.record.source
     # Record how documents were separated, where a user chose it
-    separator = table.metadata.get("separator")
-    if isinstance(separator, Mapping):
-        if "nll" not in separator:
-            origin["separator"] = separator.get("best")
-        if "documents" in separator:
-            origin["documents"] = separator["documents"]
+    separator = table.record.separator or {}
+    if "best" in separator and "nll" not in separator:
+        origin["separator"] = separator["best"]
+    if "documents" in separator:
+        origin["documents"] = separator["documents"]
     return origin
 
 

@@ -86,7 +86,7 @@ class ForeignScores:
         return tuple(np.isfinite(self.values).sum(1).tolist())
 
     def table(self, name: str) -> head_scores.HeadScores:
-        """Return the scores as a head-score table for ``propose``; ``metadata`` records their origin and file."""
+        """Return the scores as a head-score table for ``propose``; its record has their origin and file."""
         return head_scores.HeadScores.from_array(
             self.values,
             name=name,

@@ -60,7 +60,7 @@ def propose(
     table = requirements.at_best_window(table, window)
     if memory is None:
         if budget is None:
-            budget = table.learned_budget
+            budget = table.record.budget
         limit = Limit(parse_budget(budget, table.num_candidates))
     else:
         limit = requirements.limit(table, budget, window)
@@ -123,14 +123,11 @@ def _candidates(table: HeadScores) -> HeadScores:
     index = {layer: number for number, layer in enumerate(table.layers)}
     rows = table.rows[table.rows["layer"].isin(index)].copy()
     rows["layer"] = rows["layer"].map(index)
-    metadata = dict(table.metadata)
-    metadata.pop("native_windows", None)
-    metadata.pop("head_dims", None)
     # What describes the whole model is left out
     return replace(
         table,
         rows=rows.reset_index(drop=True),
-        metadata=metadata,
+        record=table.record.without("native_windows", "head_dims"),
         positions=None,
         histogram=None,
         documents=None,
@@ -147,7 +144,7 @@ def densest_layout(
 
 def with_sinks(table: HeadScores, sinks: int | None) -> HeadScores:
     """Return a table whose layouts get this number of sink tokens; unchanged for None."""
-    return table if sinks is None else replace(table, metadata={**table.metadata, "sinks": sinks})
+    return table if sinks is None else table.with_record(sinks=sinks)
 
 
 def resolve_tau(table: HeadScores, tau: str | None, budget: int | str | None) -> HeadScores:
@@ -198,7 +195,7 @@ def unmatched(table: HeadScores, budget: int | str | None) -> str | None:
 
 def layer_advice(table: HeadScores, granularity: str) -> str | None:
     """Warn that heads tie within layers, if the probe measured whole layers but single heads are chosen."""
-    measured = table.metadata.get("granularity")
+    measured = table.record.granularity
     if measured not in ("layer", "mixed") or granularity == "layer":
         return None
     if measured == "mixed":
@@ -218,14 +215,14 @@ def price_advice(table: HeadScores, budget: int | str | None) -> str | None:
         return None
     share = parse_budget(budget, table.num_candidates) / table.num_heads
     # Compare with the target density of the gates
-    priced = table.metadata.get("target_density")
+    priced = table.record.target_density
     if priced is not None and _is_far(share / priced):
         return (
             f"the gates were trained to keep {priced:.0%} of the keys, but the budget is {share:.0%} of the heads: "
             f"probe again with --budget {share:.0%}, or retrain with gates.target_density: {share:.2g} in the recipe"
         )
     # Compare with the budget that the scores were learned for
-    learned_for = table.metadata.get("budget")
+    learned_for = table.record.budget
     if learned_for is not None and _is_far(share * table.num_heads / learned_for):
         return (
             f"'{table.name}' was learned for {learned_for} global heads, but the budget is {share:.0%} of "

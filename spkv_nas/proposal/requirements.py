@@ -7,7 +7,7 @@ from typing import Any
 
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import DEFAULT_WINDOW, Layout
-from spkv_nas.artifacts.tried_layouts import TriedLayout, read_tried
+from spkv_nas.artifacts.tried_layouts import TriedLayout
 from spkv_nas.base.arrays import Float, Mask
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import Progress
@@ -78,9 +78,9 @@ class Requirements:
         Raises ``UserError``: a number is out of range, or the head dimension or dtype is not known.
         """
         # Count for the context of a probe that was measured for a memory, or a limit of memory for what was measured
-        context = self.context or table.metadata.get("context")
+        context = self.context or table.record.context
         if context is None and self.kv_bytes is not None:
-            context = table.context
+            context = table.record.measured_context
         if context is None:
             return None
         window = window or table.window or DEFAULT_WINDOW
@@ -101,7 +101,7 @@ class Requirements:
         if self.head_dim is not None:
             cache_facts["head_dim"] = self.head_dim
             cache_facts["native_dims"] = ()
-        cache_facts["dtype"] = served_dtype or self.kv_dtype or table.metadata.get("dtype")
+        cache_facts["dtype"] = served_dtype or self.kv_dtype or table.record.dtype
         for fact, value in cache_facts.items():
             if value is None:
                 raise UserError(
@@ -112,7 +112,7 @@ class Requirements:
 
     def cost_of_layouts(self, table: HeadScores, window: int | None) -> CacheCost:
         """Return the cost model of layouts: at the context at which the probe measured losses if no other is given."""
-        context = self.context or table.context or CONTEXT
+        context = self.context or table.record.measured_context or CONTEXT
         cost = replace(self, context=context).cache_cost(table, window)
         assert cost is not None  # there is a context
         return cost
@@ -129,7 +129,7 @@ class Requirements:
                 f"full attention takes {format_bytes(full)} at {cost.context:,} tokens x {cost.batch}, which fits in "
                 f"{self.kv_bytes}: no head has to be local"
             )
-        positions = table.metadata.get("positions")
+        positions = table.record.positions
         if positions is not None and cost.context > positions:
             sentences.append(
                 f"{cost.context:,} tokens are {cost.context / positions:.3g} times the model's context of "
@@ -195,17 +195,17 @@ class Requirements:
         cost = self.cost_of_layouts(table, window)
         memory = cost.total(limit.heads(table), table.num_heads)
         if self.kv_bytes is not None or limit.budget == table.memory_budget:
-            limit_text = self.kv_bytes or str(table.metadata["memory"])
+            limit_text = self.kv_bytes or str(table.record.memory)
             memory = memory_bytes(limit_text, cost, table.num_heads)
         layout = windows.window_per_head(table, cost, memory, self.constraints, robust=self.robust)
         return {layout.strategy: layout}
 
     def _is_of_probe(self, table: HeadScores, memory: int, cost: CacheCost) -> bool:
         """Return whether the probe was measured for this memory, in bytes of keys and values, at this context."""
-        share = table.metadata.get("memory")
+        share = table.record.memory
         if share is None or self.serving is not None:
             return False
-        if cost.context != table.metadata.get("context"):
+        if cost.context != table.record.context:
             return False
         return bool(abs(memory / cost.full(table.num_heads) - share) < _SAME_SHARE)
 
@@ -222,11 +222,11 @@ class Requirements:
             memory = memory_bytes(self.kv_bytes, cost, table.num_heads)
             if not self._is_of_probe(table, memory, cost):
                 return []
-        if self.context not in (None, table.metadata.get("context")):
+        if self.context not in (None, table.record.context):
             return []
         if window not in (None, table.window):
             return []
-        return [tried for tried in read_tried(table.metadata) if tried.layout.sinks == table.sinks]
+        return [tried for tried in table.record.tried if tried.layout.sinks == table.sinks]
 
     def fitted(self, table: HeadScores, limit: "Limit", window: int | None) -> "Limit":
         """Lower a limit until the solution within it fits in the memory of an engine.

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.head_tables import WindowCosts, on_grid
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.artifacts.prediction_check import HEAD_GATES
 from spkv_nas.base import arrays, errors, units
 from spkv_nas.cost.cache_cost import CacheCost, EngineCost
 from spkv_nas.proposal import coverage, integer_program
@@ -389,7 +388,7 @@ def rival_layouts(
     if fitting:
         best = min(fitting, key=lambda layout: predicted_loss(table, layout))
         layouts[best.strategy] = _recorded(table, best, memory, cost)
-    if HEAD_GATES in table.metadata:
+    if table.record.head_gates is not None:
         for layout in _layouts_by_gates(table, single, cost, memory):
             layouts[layout.strategy] = layout
     return _distinct(layouts)
@@ -418,10 +417,10 @@ def _apart(single: Sequence[TriedWindow]) -> list[TriedWindow]:
 
 def _head_gates(table: HeadScores) -> arrays.Float:
     """Return the head gates [L, Hkv] in a table's record; ``UserError`` if they are of other heads."""
-    rows = table.metadata[HEAD_GATES]
+    rows = table.record.head_gates or []
     if tuple(len(row) for row in rows) != table.heads_per_layer:
         raise errors.UserError(
-            f"'{table.name}' has {HEAD_GATES} of other heads than its scores: probe again"
+            f"'{table.name}' has head_gates of other heads than its scores: probe again"
         )
     return on_grid(np.concatenate(rows), table.heads_per_layer)
 

@@ -12,8 +12,8 @@ import pandas as pd
 from spkv_nas.artifacts import comparison, head_scores
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.measurement import Measurement, measurements
-from spkv_nas.artifacts.prediction_check import PredictionCheck, read_check
-from spkv_nas.artifacts.result_tables import ALARM, ResultTable, is_kept
+from spkv_nas.artifacts.prediction_check import PredictionCheck
+from spkv_nas.artifacts.result_tables import ResultTable, is_kept
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.cost.cache_cost import CONTEXT, cache_share, layout_share
@@ -116,7 +116,7 @@ class ReportInputs:
     @property
     def context(self) -> int:
         """Return the tokens of the sequence whose cache is counted: as many as the probe measured at once."""
-        return self.table.context or CONTEXT
+        return self.table.record.measured_context or CONTEXT
 
     def cache_share(self, density: float) -> float:
         """Return the cache of one sequence as a share of the unchanged model's (``cost.cache_share``)."""
@@ -129,7 +129,7 @@ class ReportInputs:
     @property
     def alarm(self) -> str | None:
         """Return why the page concludes nothing: measurements of the probe or of results make no sense; else None."""
-        for alarm in (self.table.metadata.get(ALARM), *self.alarms):
+        for alarm in (self.table.record.alarm, *self.alarms):
             if alarm is not None:
                 return str(alarm)
         return None
@@ -137,7 +137,7 @@ class ReportInputs:
     @property
     def prediction_check(self) -> PredictionCheck | None:
         """Return how well costs of windows predict the losses of random layouts; None if that was not measured."""
-        return read_check(self.table.metadata)
+        return self.table.record.check
 
     @cached_property
     def certainty(self) -> Certainty | None:

@@ -185,7 +185,8 @@ def search_rows(inputs: ReportInputs, verdict: Verdict | None = None) -> Table |
 def provenance(inputs: ReportInputs) -> list[tuple[str, list[tuple[str, str]]]]:
     """Return (heading, (key, value) pairs) for the probe, the comparison and every layout."""
     table = inputs.table
-    probe = {"name": table.name, "tau": table.tau, "window": table.window, **table.metadata}
+    probe = {"name": table.name, "tau": table.tau, "window": table.window}
+    probe |= table.record.entries()
     sections = [("Probe", list(_flatten(probe))), ("Comparison", list(_flatten(inputs.record)))]
     for name, layout in inputs.layouts.items():
         content: dict[str, Any] = {

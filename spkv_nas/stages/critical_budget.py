@@ -10,7 +10,6 @@ import pandas as pd
 
 from spkv_nas.artifacts import defaults, head_scores, local_layers, result_tables, selection
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.artifacts.prediction_check import HEAD_GATES
 from spkv_nas.artifacts.proposal import Proposal
 from spkv_nas.base import console, device, errors, progress, units
 from spkv_nas.cost.cache_cost import CacheCost, EngineCost
@@ -183,7 +182,7 @@ def _look(
         criteria.parse_risk(options.risk),
         reporter,
         memories=search.memories,
-        nll=None if search.memories is None else table.metadata.get("nll"),
+        nll=None if search.memories is None else table.record.nll,
         deadline=deadline,
         chooser=rivals,
     )
@@ -252,11 +251,12 @@ def _with_head_gates(
 
     No layout is compared on documents that either of the two ranked heads on, so both must have recorded theirs.
     """
-    identity = record.model_identity(table.metadata)
-    if HEAD_GATES in table.metadata or identity is None or table.selected_on is None:
+    model = table.record.model_name
+    has_gates = table.record.head_gates is not None
+    if has_gates or model is None or table.selected_on is None:
         return table
     for name, fields in record.probe_records(options.folders).items():
-        if not record.is_of(fields, identity, defaults.RECOMMENDED):
+        if not record.is_of(fields, model, defaults.RECOMMENDED):
             continue
         gates = lookup.find_table(options.folders, name)
         if gates.heads_per_layer != table.heads_per_layer or gates.selected_on is None:
@@ -264,8 +264,8 @@ def _with_head_gates(
         reporter.announce(f"layouts by the head gates of probe '{name}' are compared, too")
         by_layer = zip(gates.values, gates.heads_per_layer, strict=True)
         rows = [values[:number].tolist() for values, number in by_layer]
-        metadata = {**table.metadata, HEAD_GATES: rows}
-        return replace(table, metadata=metadata, selected_on=table.selected_on | gates.selected_on)
+        selected_on = table.selected_on | gates.selected_on
+        return replace(table.with_record(head_gates=rows), selected_on=selected_on)
     return table
 
 

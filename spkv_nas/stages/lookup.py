@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from spkv_nas.artifacts import comparison, defaults, head_scores, kinds
+from spkv_nas.artifacts.probe_record import ProbeRecord
 from spkv_nas.artifacts.proposal import Proposal
 from spkv_nas.base import assets, progress
 from spkv_nas.base.errors import UserError
@@ -13,7 +13,7 @@ from spkv_nas.base.workspace import Workspace
 from spkv_nas.proposal.foreign_formats import read_score_table
 from spkv_nas.stages.commands import command_line, next_line
 from spkv_nas.stages.options import ChoosesProbe, RetrainsLayouts, propose
-from spkv_nas.stages.record import first_recipe, model_identity, probe_records, read_options
+from spkv_nas.stages.record import first_recipe, probe_records, read_options
 
 _MAX_LISTED = 8  # maximum number of commands in an error
 
@@ -89,19 +89,17 @@ def chosen_table(
     raise UserError("\n".join(lines))
 
 
-def _preferred(records: Mapping[str, Mapping[str, Any]]) -> tuple[str, str] | None:
+def _preferred(records: Mapping[str, ProbeRecord]) -> tuple[str, str] | None:
     """Return name and signal of the only probe by the recommended signal, else by densities; None if it is ambiguous.
 
     Probes of several models are, too.
     """
-    models = {model_identity(record) for record in records.values()}
+    models = {record.model_name for record in records.values()}
     if len(models) > 1 or None in models:
         return None
     for signal in (defaults.RECOMMENDED, kinds.DENSITY):
         names = [
-            name
-            for name, record in records.items()
-            if record.get("signal", kinds.DENSITY) == signal
+            name for name, record in records.items() if (record.signal or kinds.DENSITY) == signal
         ]
         if names:
             return (names[0], signal) if len(names) == 1 else None
@@ -112,10 +110,10 @@ def chosen_recipe(options: RetrainsLayouts, table: head_scores.HeadScores, embed
     """Return the recipe to retrain by, the options' or ``embedded``; ``UserError`` without, naming a command."""
     if options.recipe is not None:
         return options.recipe
-    if str(table.metadata.get("model", "")).startswith(assets.EMBEDDED_PREFIX):
+    if (table.record.model or "").startswith(assets.EMBEDDED_PREFIX):
         return assets.EMBEDDED / embedded
     # Suggest a command with the probe's recipe, or one that writes a recipe
-    recorded = read_options(table.metadata, options.folders.root)
+    recorded = read_options(table.record, options.folders.root)
     lines = [
         f"probe '{table.name}' is not of an embedded model: "
         "give the recipe to retrain its model with --recipe"

@@ -39,7 +39,7 @@ def recommend(
     The command proposes by the same model's head gates if the workspace has them, else it measures them for ``budget``,
     as the user gave it. Without a record of the probe's text the command is empty, and the reason says so.
     """
-    identity = record.model_identity(table.metadata)
+    identity = table.record.model_name
     if not table.is_density or identity is None:
         return None
     # Propose by measured head gates of the same window and sink tokens
@@ -50,7 +50,7 @@ def recommend(
         proposing = ProposeOptions(probe=existing, budget=budget, workspace=workspace.root)
         return Suggestion.of(proposing, RECOMMENDATION)
     # Measure head gates
-    options = record.read_options(table.metadata, workspace.root)
+    options = record.read_options(table.record, workspace.root)
     if options is None:
         missing = (
             f"probe.yaml of '{table.name}' does not record its model and text, "
@@ -77,8 +77,8 @@ def after_init(options: init.InitOptions, name: str, window: int) -> list[Sugges
     workspace = options.folders
     model = record.absolute(options.model)
     for probe, content in record.probe_records(workspace).items():
-        is_of_model = record.model_identity(content) in (model, name)
-        is_recommended = content.get("signal") == RECOMMENDED and content.get("window") == window
+        is_of_model = content.model_name in (model, name)
+        is_recommended = content.signal == RECOMMENDED and content.window == window
         if is_of_model and is_recommended and workspace.has_layouts(probe):
             retrain = TrainHybridOptions(recipe=options.out, probe=probe, workspace=workspace.root)
             return [Suggestion.of(retrain)]
@@ -90,7 +90,7 @@ def after_init(options: init.InitOptions, name: str, window: int) -> list[Sugges
 def after_probe(options: ProbeOptions, table: HeadScores) -> list[Suggestion]:
     """Suggest to propose layouts, by the recommended signal if the workspace has it."""
     workspace = options.folders
-    identity = record.model_identity(table.metadata)
+    identity = table.record.model_name
     chosen = table.name
     if table.is_density and identity is not None:
         chosen = _recommended_probe(workspace, identity, table) or chosen
@@ -109,7 +109,7 @@ def after_propose(
     recommended = recommend(workspace, table, options.budget)
     if recommended is not None:
         return [recommended]
-    recorded = record.read_options(table.metadata, workspace.root)
+    recorded = record.read_options(table.record, workspace.root)
     if recorded is None:
         return []
     # Retrain if the recipe is known, else score on the probe's text
@@ -163,7 +163,7 @@ def after_score(options: score.ScoreOptions, result: subject.NLLTable) -> list[S
     if options.probe is None or result.alarm is not None:
         return []
     table = lookup.find_table(options.folders, options.probe)
-    recorded = record.read_options(table.metadata, options.workspace)
+    recorded = record.read_options(table.record, options.workspace)
     if recorded is None or not recorded.data or recorded.model is None:
         return []
     return [Suggestion.of(record.first_recipe(recorded), "write a recipe to retrain the layouts")]
@@ -171,7 +171,7 @@ def after_score(options: score.ScoreOptions, result: subject.NLLTable) -> list[S
 
 def retraining(workspace: Workspace, table: HeadScores) -> TrainHybridOptions | None:
     """Return the options to retrain a probe's layouts; None where its record names no recipe."""
-    recorded = record.read_options(table.metadata, workspace.root)
+    recorded = record.read_options(table.record, workspace.root)
     if recorded is None:
         return None
     is_embedded = recorded.model is None or recorded.model.startswith(EMBEDDED_PREFIX)

@@ -23,8 +23,8 @@ from spkv_nas.artifacts.defaults import (
     STRONG_SINK,
 )
 from spkv_nas.artifacts.head_scores import HeadScores
-from spkv_nas.artifacts.prediction_check import CHECK, read_check
-from spkv_nas.artifacts.tried_layouts import FAR_ERRORS, RECOMMENDED, TRIED, TriedLayout, read_tried
+from spkv_nas.artifacts.probe_record import ProbeRecord
+from spkv_nas.artifacts.tried_layouts import FAR_ERRORS, RECOMMENDED, TRIED, TriedLayout
 from spkv_nas.base import progress
 from spkv_nas.base.assets import EMBEDDED_PREFIX
 from spkv_nas.base.console import Table, caution, escape, out, say
@@ -51,7 +51,15 @@ from spkv_nas.stages.subject import Measured, Subject
 _LEARNING = ("budget", "steps", "window", "seed")  # options that apply where gates are learned
 _GAINS = "ablation_tokens"  # option of signals whose ranking is validated
 # Entries of the record in the JSON
-_SHOWN = ("sink_mass", "massive_activation", "memory", TRIED, RECOMMENDED, CHECK, "alarm")
+_SHOWN = (
+    "sink_mass",
+    "massive_activation",
+    "memory",
+    TRIED,
+    RECOMMENDED,
+    "prediction_check",
+    "alarm",
+)
 # Titles of bars
 _LEARNING_GATES = "learning gates"
 _PROBING = "probing"
@@ -97,7 +105,8 @@ def probe(
     inputs = on_main(lambda: _inputs(subject, measured, options))
     name = on_main(lambda: _free_name(options.folders, subject.name, inputs, reporter))
     folder = options.folders.probe_dir(name)
-    if is_step and probe_records(options.folders).get(name, {}).get("environment") == environment():
+    earlier = probe_records(options.folders).get(name)
+    if is_step and earlier is not None and earlier.environment == environment():
         return _reused(folder, reporter)
     metadata = {**origin, **learned, **_record(options, inputs)}
     with reporter.bar(_PROBING, _unit(signal)) as bar:
@@ -162,7 +171,7 @@ def _reused(folder: Path, reporter: Reporter) -> HeadScores:
     """Return the table of an earlier probe, and repeat the warning if its costs of windows are no guide."""
     table = HeadScores.read(folder)
     reporter.announce(f"reused probe {table.name} of the same model, text and options")
-    check = read_check(table.metadata)
+    check = table.record.check
     reporter.caution(check.sentence if check is not None and check.has_failed else None)
     return table
 
@@ -270,9 +279,9 @@ def _free_name(workspace: Workspace, name: str, inputs: str, reporter: Reporter)
     records = probe_records(workspace)
     for number in count(1):
         free = name if number == 1 else f"{name}-{number}"
-        if free not in records or records[free].get("inputs") == inputs:
+        if free not in records or records[free].inputs == inputs:
             break
-    if free != name and records[name]:
+    if free != name and records[name].model_fields_set:
         reporter.announce(
             f"probe '{name}' was measured on another model or text, "
             "or with other options, and is kept; this one is "
@@ -333,12 +342,7 @@ def _add_gains(
         return table
     # Record the documents of both texts as used for selection
     documents = (table.selected_on or frozenset()) | blocks.text_ids
-    return replace(
-        table,
-        gains=gains,
-        metadata={**table.metadata, "gains": gains_record},
-        selected_on=documents,
-    )
+    return replace(table.with_record(gains=gains_record), gains=gains, selected_on=documents)
 
 
 def _learn(
@@ -432,19 +436,18 @@ def _subject(options: ProbeOptions, reporter: Reporter) -> Subject:
 
 def show(table: HeadScores) -> None:
     """Print a probe's mean score, its highest head, and its warnings."""
-    printing.show_alarm(table.metadata.get("alarm"))
+    printing.show_alarm(table.record.alarm)
     # Print the mean and the highest score
     out.print(_summary(table))
-    tried = read_tried(table.metadata)
+    tried = table.record.tried
     if tried:
-        recommended = table.metadata[RECOMMENDED]
-        out.print(_layouts_tried(tried, recommended, table.metadata["block_size"]))
+        out.print(_layouts_tried(tried, table.record))
         say(
-            f"recommended: {recommended}; "
+            f"recommended: {table.record.recommended}; "
             "fewer windows are preferred if both losses are within one standard error"
         )
         caution(_about_predictions(tried))
-    check = read_check(table.metadata)
+    check = table.record.check
     if check is not None and not check.has_failed:  # a failure was said at once
         say(check.sentence)
     # Print remarks and warnings
@@ -472,9 +475,9 @@ def _summary(table: HeadScores) -> str:
     )
 
 
-def _layouts_tried(tried: Sequence[TriedLayout], recommended: str, block_size: int) -> Table:
+def _layouts_tried(tried: Sequence[TriedLayout], record: ProbeRecord) -> Table:
     """Return the layouts that were compared within a limit of memory, the recommended one in bold."""
-    measured = f"measured without training at {block_size:,} tokens"
+    measured = f"measured without training at {record.block_size:,} tokens"
     title = f"layouts of this memory, {measured}, on documents that ranked no head"
     columns = ("layout", "global heads", "windows", "predicted %", "measured ΔNLL %", "blocks")
     printed = Table(*columns, box=None, title=title)
@@ -482,7 +485,7 @@ def _layouts_tried(tried: Sequence[TriedLayout], recommended: str, block_size: i
         predicted = "-" if math.isnan(row.predicted) else f"{row.predicted:+.2f}"
         measured = printing.change(row.change, row.standard_error)
         cells = (row.name, row.layout.num_global, row.layout.reach, predicted, measured, row.blocks)
-        printed.add_row(*map(str, cells), style="bold" if row.name == recommended else None)
+        printed.add_row(*map(str, cells), style="bold" if row.name == record.recommended else None)
     return printed
 
 
@@ -501,41 +504,40 @@ def _about_predictions(tried: Sequence[TriedLayout]) -> str | None:
 def _about_sinks(table: HeadScores) -> str | None:
     """Return a sentence on the measured attention sinks and the sink tokens of layouts; None without either."""
     sink_tokens = f"{table.sinks or 'no'} sink token{'' if table.sinks == 1 else 's'}"
-    mass = table.metadata.get("sink_mass")
-    if mass is None:
+    record = table.record
+    if record.sink_mass is None:
         return f"layouts get {sink_tokens}" if table.sinks else None
     # The attention on the tokens that layouts get, or on the first, and the heads that were measured
-    share = 100 * table.metadata.get("sink_tokens_mass", mass)
+    share = 100 * (record.sink_mass if record.sink_tokens_mass is None else record.sink_tokens_mass)
     first = "first token" if table.sinks < 2 else f"first {table.sinks} tokens"
-    strong = table.metadata["sink_heads"]
-    heads = table.metadata["measured_heads"]
-    among = f"{heads} heads"
-    if heads != table.num_heads:
+    among = f"{record.measured_heads} heads"
+    if record.measured_heads != table.num_heads:
         among += " without a native sliding window"
     sentence = (
         f"{share:.{0 if share >= 10 else 1}f} % of attention is on the {first}; "
-        f"{strong} of {among} "
+        f"{record.sink_heads} of {among} "
         f"give the first four more than {100 * STRONG_SINK:.0f} %: layouts get {sink_tokens}"
     )
     # The massive activation that sinks come with
-    massive = table.metadata.get("massive_activation")
+    massive = record.massive_activation
     if massive is None:
         return sentence
     return (
         f"{sentence}\nlargest activation: "
-        f"{massive['ratio']:,.0f} times the layer's median (layer {massive['layer']}, "
-        f"channel {massive['channel']}, token {massive['position']})"
+        f"{massive.ratio:,.0f} times the layer's median (layer {massive.layer}, "
+        f"channel {massive.channel}, token {massive.position})"
     )
 
 
 def document(table: HeadScores, folder: Path) -> dict[str, Any]:
     """Return a probe's mean over heads and the scores of every head."""
+    entries = table.record.entries()
     return {
         **printing.identification(table),
         "mean": table.mean,
         "standard_deviation": table.std,
         "sinks": table.sinks,
-        **{key: table.metadata.get(key) for key in _SHOWN},
+        **{key: entries.get(key) for key in _SHOWN},
         "diagnosis": table.diagnosis(),
         "heads": table.rows,
         "folder": folder,
@@ -547,6 +549,6 @@ def run(options: ProbeOptions, reporter: Reporter) -> commands.Result:
     table = probe(options, reporter)
     folder = options.folders.probe_dir(table.name)
     following: Sequence[commands.Suggestion] = ()
-    if result_tables.ALARM not in table.metadata:
+    if table.record.alarm is None:
         following = next_steps.after_probe(options, table)
     return commands.Result(table, show, partial(document, folder=folder), next=following)

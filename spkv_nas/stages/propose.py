@@ -128,7 +128,7 @@ def _advice(answer: answers.Answer, options: ProposeOptions) -> Suggestion | Non
     # Layers in place of heads
     reason = proposing.layer_advice(table, options.granularity)
     if reason is not None:
-        is_of_layers = table.metadata.get("granularity") == kinds.LAYER
+        is_of_layers = table.record.granularity == kinds.LAYER
         by_layer = command_line(replace(again, granularity=kinds.LAYER))
         return Suggestion(by_layer if is_of_layers else "", reason)
     # Gates that were learned for another budget
@@ -153,8 +153,9 @@ def _probe_again(answer: answers.Answer, options: ProposeOptions, num_global: in
     It is empty if the record of the probe is incomplete, or the model has gates.
     """
     table = answer.table
-    recorded = record.read_options(table.metadata, options.folders.root)
-    if recorded is None or not {"budget", "training_steps"} & table.metadata.keys():
+    recorded = record.read_options(table.record, options.folders.root)
+    was_learned = (table.record.budget or table.record.training_steps) is not None
+    if recorded is None or not was_learned:
         return ""
     # Keep the window that a limit of memory chose
     window = recorded.window if recorded.memory is None else table.window
@@ -198,10 +199,10 @@ def _default_budget(table: head_scores.HeadScores, num_global: int) -> str:
     """Return a sentence on the budget of a proposal without one, and where it comes from."""
     origin = "the paper's 2 of 7; --budget sets another"
     if table.memory_budget is not None:
-        share = 100 * table.metadata["memory"]
-        context = table.metadata["context"]
+        assert table.record.memory is not None
+        share = 100 * table.record.memory
         origin = (
-            f"what {share:.3g} % of the KV cache at {context:,} tokens leave, "
+            f"what {share:.3g} % of the KV cache at {table.record.context:,} tokens leave, "
             "which the probe was measured for"
         )
     return f"budget: {num_global} of {table.num_heads} KV heads, {origin}"

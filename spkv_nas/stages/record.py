@@ -10,7 +10,7 @@ signal ``add-one-head`` on the same model, window, sink tokens and grid.
 
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import MISSING, fields
 from pathlib import Path
@@ -20,6 +20,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from spkv_nas.artifacts import defaults, head_tables, kinds
 from spkv_nas.artifacts.head_scores import RECORD, HeadScores
+from spkv_nas.artifacts.probe_record import ProbeRecord
 from spkv_nas.base import arrays, assets, errors
 from spkv_nas.base.records import read_unchecked
 from spkv_nas.base.workspace import Workspace
@@ -55,11 +56,11 @@ def absolute(source: str | Path) -> str:
     return os.path.abspath(path) if path.exists() else str(source)
 
 
-def read_options(record: Mapping[str, Any], workspace: Path) -> probe.ProbeOptions | None:
+def read_options(record: ProbeRecord, workspace: Path) -> probe.ProbeOptions | None:
     """Read a probe's options, for commands in ``workspace``, from its editable record; None if incomplete."""
-    if record.get(OPTIONS) is None:
+    if record.options is None:
         return None
-    content = {**record[OPTIONS], "workspace": workspace}
+    content = {**record.options, "workspace": workspace}
     # The option --context was called so before
     length = content.pop("block_size", None)
     if length is not None:
@@ -74,31 +75,30 @@ def read_options(record: Mapping[str, Any], workspace: Path) -> probe.ProbeOptio
     return options if is_complete and command_line(options).isprintable() else None
 
 
-def model_identity(record: Mapping[str, Any]) -> str | None:
-    """Return a name that all probes of one model share; None for a table made by hand."""
-    model = (record.get(OPTIONS) or {}).get("model") or record.get("model")
-    return None if model is None else str(model)
-
-
-def probe_records(workspace: Workspace) -> dict[str, dict[str, Any]]:
+def probe_records(workspace: Workspace) -> dict[str, ProbeRecord]:
     """Read the records of all probes in a workspace, by name; one that cannot be read is empty, as without a record."""
-    records: dict[str, dict[str, Any]] = {}
+    records: dict[str, ProbeRecord] = {}
     for name in workspace.probes():
-        records[name] = {}
-        file = workspace.probe_dir(name) / RECORD
+        records[name] = ProbeRecord()
         with suppress(errors.UserError):
-            records[name] = read_unchecked(file, "probe", head_tables.ProbeFile)
+            records[name] = _read(workspace.probe_dir(name))
     return records
 
 
-def is_of(record: Mapping[str, Any], identity: str, signal: str) -> bool:
-    """Return whether a probe is of a model, as named by ``model_identity``, and of a signal."""
-    return model_identity(record) == identity and record.get("signal", kinds.DENSITY) == signal
+def _read(folder: Path) -> ProbeRecord:
+    """Read the record of a probe without its other files; ``UserError`` if it is damaged."""
+    file = folder / RECORD
+    return ProbeRecord.of(read_unchecked(file, "probe"), f"probe {file}")
 
 
-def is_comparable(record: Mapping[str, Any], table: HeadScores) -> bool:
+def is_of(record: ProbeRecord, model: str, signal: str) -> bool:
+    """Return whether a probe is of a model, as named by ``ProbeRecord.model_name``, and of a signal."""
+    return record.model_name == model and (record.signal or kinds.DENSITY) == signal
+
+
+def is_comparable(record: ProbeRecord, table: HeadScores) -> bool:
     """Return whether layouts of a probe, by its record, have the window and the sink tokens of a table's."""
-    return record.get("window") in (None, table.window) and record.get("sinks", 0) == table.sinks
+    return record.window in (None, table.window) and record.sinks == table.sinks
 
 
 def first_recipe(recorded: probe.ProbeOptions) -> init.InitOptions:
@@ -133,34 +133,34 @@ def trust(workspace: Workspace, table: HeadScores, chosen: arrays.Mask) -> Trust
         if other.gains is None:
             number = int(other.rows.drop_duplicates("domain")["num_documents"].sum())
         else:  # None if it was not recorded
-            number = (other.metadata.get("gains") or {}).get("documents")
+            number = None if other.record.gains is None else other.record.gains.documents
         return Trust.of(table.values, chosen, gains, number)
     return None
 
 
 def unknown_trust(table: HeadScores) -> str | None:
     """Return a remark if the ranking by probed densities was not validated by gains, else None."""
-    if not table.is_density or "model" not in table.metadata:
+    if not table.is_density or table.record.model is None:
         return None
     return "the table's ranking was not validated"
 
 
 def window_advice(workspace: Workspace, table: HeadScores) -> str | None:
     """Return a remark if the recommended probe has another window or other sinks, so that layouts do not compare."""
-    model = model_identity(table.metadata)
+    model = table.record.model_name
     if table.window is None or model is None or table.signal == defaults.RECOMMENDED:
         return None
     for name, record in probe_records(workspace).items():
         if not is_of(record, model, defaults.RECOMMENDED) or is_comparable(record, table):
             continue
         # Say whether the window or the sink tokens differ
-        if record.get("window") not in (None, table.window):
+        if record.window not in (None, table.window):
             this = f"window {table.window}"
-            that = f"window {record['window']}"
+            that = f"window {record.window}"
             remedy = f"--window {table.window}"
         else:
             this = f"sink tokens: {table.sinks}"
-            that = f"sink tokens: {record.get('sinks', 0)}"
+            that = f"sink tokens: {record.sinks}"
             remedy = f"--sinks {table.sinks}"
         return (
             f"layouts of '{table.name}' ({this}) and of '{name}' "
@@ -176,21 +176,21 @@ def _gains(table: HeadScores, ranked_table: HeadScores) -> head_tables.Gains | N
         return table.gains
     if table is ranked_table or table.signal != _ADD_ONE_HEAD:
         return None
-    if table.metadata.get("granularity", "head") != "head":
+    if table.record.granularity not in (None, kinds.HEAD):
         return None
     return head_tables.Gains(table.values, table.standard_error)
 
 
 def neighbours(workspace: Workspace, table: HeadScores) -> Iterator[HeadScores]:
     """Yield other probes of the same model, window and grid; warn of those that cannot be read."""
-    model = model_identity(table.metadata)
+    model = table.record.model_name
     if model is None:
         return
     for name in workspace.probes():
         folder = workspace.probe_dir(name)
         try:
-            record = read_unchecked(folder / RECORD, "probe", head_tables.ProbeFile)
-            is_of_model = model_identity(record) == model and record.get("window") == table.window
+            record = _read(folder)
+            is_of_model = record.model_name == model and record.window == table.window
             if name == table.name or not is_of_model:
                 continue
             other = HeadScores.read(folder)

@@ -97,15 +97,15 @@ def _page(options: ReportOptions, table: head_scores.HeadScores, reporter: Repor
 
 def _with_positions(table: head_scores.HeadScores) -> head_scores.HeadScores:
     """Add the model's context to a table that does not record it, if the model's config is here."""
-    model = record.model_identity(table.metadata)
-    if model is None or "positions" in table.metadata:
+    model = table.record.model_name
+    if model is None or table.record.positions is not None:
         return table
     if not (model.startswith(assets.EMBEDDED_PREFIX) or Path(model).is_dir()):
         return table
     from spkv_nas.model.checkpoint import read_size
 
     with suppress(errors.UserError):
-        return replace(table, metadata={**table.metadata, "positions": read_size(model).positions})
+        return table.with_record(positions=read_size(model).positions)
     return table
 
 
@@ -290,7 +290,7 @@ def _found(
     workspace: Workspace, table: head_scores.HeadScores, kind: ResultTable
 ) -> Iterator[ResultFile]:
     """Yield the tables of a kind that were measured on the model of a probe, or have its name, in order of names."""
-    model = record.model_identity(table.metadata)
+    model = table.record.model_name
     for file in result_files(workspace, kind):
         other = file.record.get("model" if kind is SCORES else "against")
         is_of_model = False

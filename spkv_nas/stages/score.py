@@ -98,7 +98,7 @@ def _subject(options: ScoreOptions, table: HeadScores | None) -> Subject:
     subject = Subject.of(options, DENSE, "score on")
     if table is None:
         return subject
-    report = separators.SeparatorReport.parse(table.metadata.get("separator"))
+    report = separators.SeparatorReport.parse(table.record.separator)
     if report is None:
         return subject
     documents = options.documents or report.documents

@@ -13,6 +13,7 @@ from paths import ROOT
 
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.histogram import LogitHistogram
+from spkv_nas.artifacts.probe_record import ProbeRecord
 from spkv_nas.base.arrays import read_npz
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.files import write_npz
@@ -57,7 +58,7 @@ def probed(seed: int = 0) -> tuple[HeadScores, np.ndarray]:
         window=32,
         positions=positions,
         histogram=LogitHistogram(edges, counts, ("code", "docs")),
-        metadata={"seed": 7, "model": {"layers": 2}},
+        record=ProbeRecord.of({"seed": 7, "shape": {"layers": 2}}),
     )
     return table, logits
 
@@ -164,7 +165,7 @@ def test_round_trip(tmp_path: Path) -> None:
         32,
         ("code", "docs"),
     )
-    assert result.metadata["seed"] == 7
+    assert result.record.entries()["seed"] == 7
     assert result.histogram is not None
     assert table.histogram is not None
     np.testing.assert_array_equal(result.histogram.counts, table.histogram.counts)
@@ -311,10 +312,10 @@ def test_columns_keep_their_types(tmp_path: Path) -> None:
 def test_metadata_with_one_value_under_two_keys(tmp_path: Path) -> None:
     """YAML must not write the second as an alias, which the strict reader refuses."""
     shared = {"layers": 2}
-    HeadScores("p", rows([[0.5]]), metadata={"model": shared, "recipe": {"model": shared}}).write(
-        tmp_path
-    )
-    assert HeadScores.read(tmp_path).metadata["recipe"] == {"model": shared}
+    HeadScores(
+        "p", rows([[0.5]]), record=ProbeRecord.of({"shape": shared, "recipe": {"model": shared}})
+    ).write(tmp_path)
+    assert HeadScores.read(tmp_path).record.entries()["recipe"] == {"model": shared}
 
 
 def test_writing_removes_files_of_an_earlier_probe(tmp_path: Path) -> None:

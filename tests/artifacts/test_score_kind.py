@@ -8,6 +8,7 @@ from helpers import make_domain_table
 
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.kinds import GAIN, NATS, SHARE
+from spkv_nas.artifacts.probe_record import ProbeRecord
 from spkv_nas.artifacts.score_kind import Measure
 
 GAINS = np.array([[0.0514, 0.0357], [0.0015, -0.0007]])
@@ -99,7 +100,7 @@ def test_scores_are_shares() -> None:
 
 def test_a_notebook_shades_gains() -> None:
     table: HeadScores = make_domain_table(
-        density=GAINS, metadata={"signal": "add-one-head", "kind": GAIN, "unit": NATS}
+        density=GAINS, record=ProbeRecord.of({"signal": "add-one-head", "kind": GAIN, "unit": NATS})
     )
     html = table._repr_html_()
     assert "test: add-one-head gain, nats per token / 1,000; mean 22.2" in html

@@ -18,6 +18,7 @@ from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.head_tables import Gains, read_density_log
 from spkv_nas.artifacts.histogram import DocumentCounts, LogitHistogram
 from spkv_nas.artifacts.layout import Layout
+from spkv_nas.artifacts.probe_record import ProbeRecord
 from spkv_nas.artifacts.proposal import Proposal
 from spkv_nas.artifacts.result_tables import (
     PROBE_PAIRS,
@@ -88,10 +89,12 @@ def make_probe() -> HeadScores:
             for layer, head, start in np.ndindex(4, 2, 2)
         ]
     ).assign(start=lambda rows: 8 * rows["start"], end=lambda rows: rows["start"] + 8)
-    metadata = {"model": "m", "data": {"sources": ["text"]}, "head_dim": 8, "dtype": "float32"}
+    record = ProbeRecord.of(
+        {"model": "m", "data": {"sources": ["text"]}, "head_dim": 8, "dtype": "float32"}
+    )
     gains = Gains(density[0] / 100, density[1] / 500)
     return HeadScores(
-        "p", pd.DataFrame(rows), 0.5, 8, positions, None, histogram, counted, metadata, gains=gains
+        "p", pd.DataFrame(rows), 0.5, 8, positions, None, histogram, counted, record, gains=gains
     )
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from helpers import make_table
 
+from spkv_nas.artifacts.probe_record import ProbeRecord
 from spkv_nas.base.progress import (
     FORWARD,
     GRADIENT,
@@ -58,7 +59,7 @@ def test_library_functions_log(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     """Functions called without a reporter log their messages."""
     workspace, table = Workspace(tmp_path), make_table([[0.5, 0.4]])
     for name, signal in (("mine", "density"), ("mine-head-gates", "head-gates")):
-        replace(table, name=name, metadata={"model": "m", "signal": signal}).write(
+        replace(table, name=name, record=ProbeRecord.of({"model": "m", "signal": signal})).write(
             workspace.probe_dir(name)
         )
     with caplog.at_level(logging.INFO, "spkv_nas"):

@@ -21,6 +21,7 @@ from spkv_nas.artifacts.defaults import RECOMMENDED
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.head_tables import Gains
 from spkv_nas.artifacts.layout import Layout
+from spkv_nas.artifacts.probe_record import ProbeRecord
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.flag import SHOWN
 from spkv_nas.base.workspace import Workspace
@@ -158,7 +159,10 @@ def put(
 ) -> HeadScores:
     """Write a probe to a workspace, by default of the model ``m``, and return it as read back."""
     table = replace(
-        make_table(values), name=name, gains=measured, metadata={"model": "m", **metadata}
+        make_table(values),
+        name=name,
+        gains=measured,
+        record=ProbeRecord.of({"model": "m", **metadata}),
     )
     table.write(workspace.probe_dir(name))
     return HeadScores.read(workspace.probe_dir(name))
@@ -269,9 +273,15 @@ class TestWorkspace:
     def test_a_probe_without_gains_says_so(self) -> None:
         table = make_table(LEFT)
         assert unknown_trust(table) is None
-        assert "was not validated" in str(unknown_trust(replace(table, metadata={"model": "m"})))
+        assert "was not validated" in str(
+            unknown_trust(replace(table, record=ProbeRecord.of({"model": "m"})))
+        )
         assert (
-            unknown_trust(replace(table, metadata={"model": "m", "signal": "duo", "kind": "share"}))
+            unknown_trust(
+                replace(
+                    table, record=ProbeRecord.of({"model": "m", "signal": "duo", "kind": "share"})
+                )
+            )
             is None
         )
 
@@ -314,11 +324,11 @@ class TestCommand:
         main(["probe", *options, "--ablation-tokens", "128"])
         table = HeadScores.read(tmp_path / "w" / "probes" / "mine")
         assert table.gains is not None
-        assert table.metadata["gains"]["tokens"] == 128
+        assert table.record.entries()["gains"]["tokens"] == 128
         capsys.readouterr()
         main(["propose", "--workspace", str(tmp_path / "w"), "--budget", "3", "--json"])
         document = json.loads(capsys.readouterr().out)
-        documents = table.metadata["gains"]["documents"]
+        documents = table.record.gains.documents
         expected = Trust.of(table.values, densest(table.values, 3), table.gains, documents)
         assert document["trust"]["rho"] == expected.rho
         assert document["trust"]["budget"] == 3
@@ -335,7 +345,7 @@ class TestCommand:
             "data": {"sources": ["stdlib"]},
             "options": {"signal": "density"},
         }
-        advice = recommend(workspace, replace(table, metadata=embedded), "25%")
+        advice = recommend(workspace, replace(table, record=ProbeRecord.of(embedded)), "25%")
         assert advice is not None
         assert advice.reason.startswith("head gates are recommended for choosing the heads")
         assert (
@@ -346,7 +356,10 @@ class TestCommand:
             assert (
                 recommend(
                     workspace,
-                    replace(table, metadata={**embedded, "signal": signal, "kind": "share"}),
+                    replace(
+                        table,
+                        record=ProbeRecord.of({**embedded, "signal": signal, "kind": "share"}),
+                    ),
                 )
                 is None
             )

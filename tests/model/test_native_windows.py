@@ -16,6 +16,7 @@ import spkv_nas
 from spkv_nas import GateConfig, attach_gates, detach, set_gate_mode
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
+from spkv_nas.artifacts.probe_record import ProbeRecord
 from spkv_nas.base.errors import UserError
 from spkv_nas.contrib.search.space import Space
 from spkv_nas.cost.cache_cost import CONTEXT, CacheCost, cache_share, full_bytes, layout_share
@@ -170,7 +171,7 @@ def test_signals_score_only_heads_that_can_be_global(
     measured = measure_signal(signal, model, blocks, window=3, sinks=0, **SIGNALS[signal])  # type: ignore[arg-type]
     measured.write(tmp_path)
     table, size = HeadScores.read(tmp_path), NATIVE[family]
-    assert table.metadata["native_windows"] == [size, None] * 2
+    assert table.record.native_windows == [size, None] * 2
     assert (table.layers, table.num_candidates, table.native_heads) == ([1, 3], 8, (size,) * 8)
     assert not table.values[::2].any()
     assert table.values[1::2].any()
@@ -184,7 +185,7 @@ def test_the_default_budget_is_of_the_heads_that_can_be_global(
     model: PreTrainedModel, blocks: TokenBlocks
 ) -> None:
     table = spkv_nas.head_gates(model, blocks, window=3, sinks=0, steps=2)
-    assert table.metadata["budget"] == 1
+    assert table.record.budget == 1
     assert table.values[1::2].sum() == pytest.approx(1, abs=1e-6)
     with pytest.raises(
         UserError,
@@ -204,7 +205,7 @@ class TestProposals:
             "dtype": "bfloat16",
             "kind": "gain",
         }
-        return replace(make_table(scores), window=10, metadata=metadata)
+        return replace(make_table(scores), window=10, record=ProbeRecord.of(metadata))
 
     def test_constraints_leave_native_layers_local(self, table: HeadScores) -> None:
         assert solve(table, 8, Constraints(min_per_layer=1)).heads == ("LL", "GG", "LL", "GG")
@@ -235,7 +236,7 @@ class TestProposals:
 
     def test_a_window_of_all_layers_limits_global_heads(self, table: HeadScores) -> None:
         """Two of eight heads are local, with a window of 10 and a sink token; the others see 40 keys."""
-        table = replace(table, metadata={**table.metadata, "native_windows": [40] * 4, "sinks": 1})
+        table = table.with_record(native_windows=[40] * 4, sinks=1)
         assert (table.layers, table.native_heads, table.global_window) == ([0, 1, 2, 3], (), 40)
         cost = Requirements(context=100, kv_bytes="10KB").cache_cost(table, None)
         assert cost is not None
@@ -258,7 +259,7 @@ class TestProposals:
     def test_probe_yaml_records_it(self, blocks: TokenBlocks) -> None:
         model = tiny_model("mistral", vocab_size=300, sliding_window=20)
         table = measure_signal("add-one-head", model, blocks, window=WINDOW)
-        assert table.metadata["native_windows"] == [20] * 4
+        assert table.record.native_windows == [20] * 4
         assert (table.global_window, table.num_candidates) == (20, 8)
 
     def test_the_page_counts_them(self, table: HeadScores) -> None:

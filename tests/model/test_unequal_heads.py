@@ -219,7 +219,7 @@ def test_scores_survive_files_and_become_layouts(
         signal, unequal_model(family), blocks, window=6, sinks=1, **options.get(signal, {})
     )
     if family == "deepseek_v3":
-        assert (table.heads_per_layer, table.metadata["head_dim"]) == ((1, 1, 1, 1), 8)
+        assert (table.heads_per_layer, table.record.head_dim) == ((1, 1, 1, 1), 8)
         assert {len(row) for layout in propose(table, 2).values() for row in layout.heads} == {1}
         return
     assert table.heads_per_layer == (4, 2, 4, 2)

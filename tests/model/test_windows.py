@@ -16,6 +16,7 @@ from spkv_nas.artifacts.defaults import RECOMMENDED
 from spkv_nas.artifacts.gate_config import suitable_window
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
+from spkv_nas.artifacts.probe_record import ProbeRecord
 from spkv_nas.artifacts.proposal import Proposal
 from spkv_nas.base.records import read_record
 from spkv_nas.base.workspace import Workspace
@@ -164,9 +165,9 @@ class TestMixedWindows:
         for name, window in windows.items():
             signal = {"signal": RECOMMENDED, "kind": "share"} if name == "gates" else {}
             table = make_table(np.linspace(0.1, 0.9, 4).reshape(2, 2))
-            replace(table, name=name, window=window, metadata={"model": "m", **signal}).write(
-                workspace.probe_dir(name)
-            )
+            replace(
+                table, name=name, window=window, record=ProbeRecord.of({"model": "m", **signal})
+            ).write(workspace.probe_dir(name))
 
     def test_compare_warns_and_records(self, tmp_path: Path) -> None:
         workspace = Workspace(tmp_path)
@@ -185,7 +186,7 @@ class TestMixedWindows:
         for name, metadata in {
             "gates": {**gates, "sinks": 1}, "none": gates, "densities": {}
         }.items():  # fmt: skip
-            replace(table, name=name, window=8, metadata=metadata).write(
+            replace(table, name=name, window=8, record=ProbeRecord.of(metadata)).write(
                 Workspace(tmp_path).probe_dir(name)
             )
         with pytest.warns(
@@ -201,7 +202,7 @@ class TestMixedWindows:
             "one": {"best": "eos"}, "other": {"best": "eos", "documents": "separate"}, "older": None,
         }.items():  # fmt: skip
             metadata = {} if separator is None else {"separator": separator}
-            replace(table, name=name, window=8, metadata=metadata).write(
+            replace(table, name=name, window=8, record=ProbeRecord.of(metadata)).write(
                 Workspace(tmp_path).probe_dir(name)
             )
         with pytest.warns(

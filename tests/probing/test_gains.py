@@ -116,7 +116,10 @@ class TestGains:
         assert np.array_equal(table.values[:, 0], table.values[:, 1])
         heads = signal(model, blocks, WINDOW, batch_size=2)
         assert heads.values.sum(1) != pytest.approx(expected, abs=1e-6)
-        assert (table.metadata["granularity"], heads.metadata["granularity"]) == ("layer", "head")
+        assert (table.record.granularity, heads.record.granularity) == (
+            "layer",
+            "head",
+        )
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
@@ -136,14 +139,18 @@ def test_a_limit_measures_the_layers_with_the_largest_gains(
     others = np.arange(4) != most
     assert table.values[others] == pytest.approx(layers.values[others], abs=1e-6)
     assert table.values[most] != pytest.approx(layers.values[most], abs=1e-6)
-    assert table.metadata["granularity"] == "mixed"
-    assert layers.metadata["passes"] < table.metadata["passes"] <= layers.metadata["passes"] + 2
+    assert table.record.granularity == "mixed"
+    assert (
+        layers.record.entries()["passes"]
+        < table.record.entries()["passes"]
+        <= layers.record.entries()["passes"] + 2
+    )
     assert seen[-1][0] == seen[-1][1]
     whole = signal(model, blocks, WINDOW, max_heads=9)
     assert whole.values == pytest.approx(heads.values, abs=1e-6)
-    assert (whole.metadata["granularity"], whole.metadata["passes"]) == (
+    assert (whole.record.granularity, whole.record.entries()["passes"]) == (
         "head",
-        heads.metadata["passes"],
+        heads.record.entries()["passes"],
     )
 
 
@@ -183,11 +190,11 @@ def test_passes_share_their_first_layers(blocks: TokenBlocks) -> None:
     table = add_one(model, blocks, WINDOW, batch_size=5, progress=lambda *step: seen.append(step))
     for hook in hooks:
         hook.remove()
-    assert runs / 4 == table.metadata["passes"] == 1 + 2 * (4 + 3 + 2 + 1) / 4
-    assert table.metadata["tokens"] == blocks.tokens.size
+    assert runs / 4 == table.record.entries()["passes"] == 1 + 2 * (4 + 3 + 2 + 1) / 4
+    assert table.record.entries()["tokens"] == blocks.tokens.size
     assert seen == [(5 * number, 45) for number in range(1, 10)]
-    assert leave_one_out(model, blocks, WINDOW).metadata["passes"] == 6.0
-    assert add_one(model, blocks, WINDOW, granularity="layer").metadata["passes"] == 3.5
+    assert leave_one_out(model, blocks, WINDOW).record.entries()["passes"] == 6.0
+    assert add_one(model, blocks, WINDOW, granularity="layer").record.entries()["passes"] == 3.5
 
 
 def test_gates_and_windows_do_not_count(blocks: TokenBlocks) -> None:
@@ -268,7 +275,7 @@ class TestCommand:
         main(["probe", *options, "--granularity", "layer", "--max-tokens", "256"])
         name, workspace = "mine-add-one-head-layer", tmp_path / "w"
         table = HeadScores.read(workspace / "probes" / name)
-        assert (table.metadata["passes"], table.metadata["tokens"]) == (3.5, 256)
+        assert (table.record.entries()["passes"], table.record.entries()["tokens"]) == (3.5, 256)
         capsys.readouterr()
         arguments = ["--granularity", "layer", "--budget", "2", "--workspace", str(workspace)]
         main(["propose", "--probe", name, *arguments])
@@ -317,7 +324,7 @@ class TestCommand:
         # From several documents
         assert len({info.id for info in chosen.present}) == min(3, len(whole.present))
         assert np.array_equal(whole.spread(99).tokens, whole.tokens)
-        assert table.metadata["tokens"] == 192
+        assert table.record.entries()["tokens"] == 192
         assert table.values == pytest.approx(add_one(model, chosen, 8).values, abs=1e-6)
 
     def test_bad_input(

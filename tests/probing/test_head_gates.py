@@ -134,9 +134,11 @@ def test_heads_with_long_range_get_the_budget() -> None:
     assert seen == [(step, 6) for step in range(1, 7)]
     assert table.density.sum() == pytest.approx(6.0)
     assert set(np.argsort(table.density, axis=None)[-3:] // 3) == {6}
-    facts = {key: table.metadata[key] for key in ("signal", "budget", "steps", "tokens")}
+    facts = {key: table.record.entries()[key] for key in ("signal", "budget", "steps", "tokens")}
     assert facts == {"signal": "head-gates", "budget": 6, "steps": 6, "tokens": blocks.tokens.size}
-    assert table.metadata["passes"] == pytest.approx(3 * 6 * 1024 / blocks.tokens.size, abs=0.01)
+    assert table.record.entries()["passes"] == pytest.approx(
+        3 * 6 * 1024 / blocks.tokens.size, abs=0.01
+    )
     assert not attention_layers(model)
     assert all(p.requires_grad and p.grad is None for p in model.parameters())
 

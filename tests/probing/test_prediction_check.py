@@ -17,8 +17,8 @@ import spkv_nas
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.head_tables import WindowCosts
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.artifacts.prediction_check import CHECK, HEAD_GATES, PredictionCheck, read_check
-from spkv_nas.artifacts.tried_layouts import read_tried
+from spkv_nas.artifacts.prediction_check import PredictionCheck
+from spkv_nas.artifacts.probe_record import ProbeRecord
 from spkv_nas.base.progress import Reporter
 from spkv_nas.cost.cache_cost import CacheCost
 from spkv_nas.data.blocks import DocumentInfo, TokenBlocks
@@ -52,7 +52,7 @@ def table(seed: int = 1, **metadata: Any) -> HeadScores:
     }
     scores = make_table(costs[0, ..., 1])
     windows = WindowCosts((32, 128, 512, 1024), costs, scores.domains)
-    return replace(scores, window=128, metadata=facts, window_costs=windows)
+    return replace(scores, window=128, record=ProbeRecord.of(facts), window_costs=windows)
 
 
 def text(num_documents: int = 24, length: int = 128) -> TokenBlocks:
@@ -133,7 +133,7 @@ class TestCheck:
             tiny_model(vocab_size=300), table(), text(), COST, 0.25
         )
         assert found is not None
-        assert read_check({CHECK: found.as_mapping()}).as_mapping() == found.as_mapping()  # type: ignore[union-attr]
+        assert PredictionCheck.parse(found.as_mapping()).as_mapping() == found.as_mapping()
         return found
 
     def test_costs_that_are_right_up_to_a_factor(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,14 +207,14 @@ class TestProbe:
             memory=memory,
             progress=lambda done, total: shown.append((done, total)),
         )
-        check = read_check(scores.metadata)
+        check = scores.record.check
         assert check is not None
         assert check.correlation == pytest.approx(-1.0)
         assert shown[-1][0] == shown[-1][1] > shown[0][1]  # learning the gates was not foreseen
         scores.write(tmp_path)
         scores = HeadScores.read(tmp_path)
         # They are rivals in the comparison of the probe, and at any other memory
-        assert np.shape(scores.metadata[HEAD_GATES]) == (4, 2)
+        assert np.shape(scores.record.head_gates) == (4, 2)
         cost = CacheCost(128, 1, 32, 8, "float32", sinks=scores.sinks)
         limit = int(0.6 * cost.full(8))
         by_gates = {
@@ -223,12 +223,12 @@ class TestProbe:
             if "gates" in name
         }
         assert by_gates
-        gates = np.array(scores.metadata[HEAD_GATES])
+        gates = np.array(scores.record.head_gates)
         for layout in by_gates.values():
             assert cost.layout_bytes(layout, range(4)) <= limit
             assert gates[layout.global_mask].min() >= gates[~layout.global_mask].max()
         if memory is not None:
-            assert {*by_gates} <= {row.name for row in read_tried(scores.metadata)}
+            assert {*by_gates} <= {row.name for row in scores.record.tried}
         assert "no guide for this model on this text" in caplog.text
         caplog.clear()
         assert _reused(tmp_path, Reporter()).content_hash == scores.content_hash
@@ -249,11 +249,11 @@ class TestProbe:
             memory="60%",
             progress=lambda _, total: shown.add(total),
         )
-        check = read_check(scores.metadata)
+        check = scores.record.check
         assert check is not None
         assert check.correlation == pytest.approx(1.0)
-        assert HEAD_GATES not in scores.metadata
-        assert not any(row.name.startswith("head-gates") for row in read_tried(scores.metadata))
+        assert scores.record.head_gates is None
+        assert not any(row.name.startswith("head-gates") for row in scores.record.tried)
         expected: dict[str, float] = {}
         monkeypatch.setattr(
             Reporter, "expect", lambda _, title, work, unit="": expected.update({title: work})
@@ -277,5 +277,5 @@ class TestProbe:
     ) -> None:
         monkeypatch.setattr(prediction_check, "random_layouts", lambda *_: [])
         scores = spkv_nas.probe(tiny_model(vocab_size=300), text(documents), signal="window-costs")
-        assert read_check(scores.metadata) is None
+        assert scores.record.check is None
         assert f"the costs of windows are not checked: {reason}" in caplog.text

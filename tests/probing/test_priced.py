@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from spkv_nas.artifacts.gate_config import GateConfig, suitable_window
 from spkv_nas.artifacts.head_scores import HeadScores
+from spkv_nas.artifacts.probe_record import ProbeRecord
 from spkv_nas.base.errors import UserError
 from spkv_nas.data.batches import shuffled_batches
 from spkv_nas.data.blocks import TokenBlocks
@@ -218,10 +219,11 @@ class TestProbe:
         assert table.is_density
         assert table.window == 8
         facts = {
-            key: table.metadata[key] for key in ("training", "training_steps", "target_density")
+            key: table.record.entries()[key]
+            for key in ("training", "training_steps", "target_density")
         }
         assert facts == {"training": "frozen-model", "training_steps": 3, "target_density": 0.25}
-        assert HeadScores.read(options.folders.probe_dir("mine")).metadata["target_density"] == 0.25
+        assert HeadScores.read(options.folders.probe_dir("mine")).record.target_density == 0.25
         assert any("trained gates on" in line for line in messages)
         again: list[str] = []
         assert (
@@ -264,7 +266,9 @@ class TestProbe:
 
 class TestPricedTables:
     def test_a_budget_far_from_the_price_is_reported(self) -> None:
-        table = replace(make_table(np.full((4, 5), 0.25)), metadata={"target_density": 0.25})
+        table = replace(
+            make_table(np.full((4, 5), 0.25)), record=ProbeRecord.of({"target_density": 0.25})
+        )
         assert price_advice(table, 5) is None
         advice = price_advice(table, 16)
         assert advice is not None
@@ -273,7 +277,7 @@ class TestPricedTables:
 
     def test_a_budget_far_from_that_of_other_signals_is_reported(self) -> None:
         facts = {"signal": "head-gates", "budget": 5}
-        table = replace(make_table(np.full((4, 5), 0.25)), metadata=facts)
+        table = replace(make_table(np.full((4, 5), 0.25)), record=ProbeRecord.of(facts))
         assert price_advice(table, 5) is None
         assert str(price_advice(table, 16)).endswith(
             "was learned for 5 global heads, but the budget is 80% of 20: probe again with --budget 80%"
@@ -282,4 +286,4 @@ class TestPricedTables:
     def test_a_target_density_explains_closed_heads(self) -> None:
         table = make_table(np.where(np.arange(20).reshape(4, 5) < 1, 0.9, 0.01))
         assert "nothing" in table.diagnosis()[0]
-        assert replace(table, metadata={"target_density": 0.05}).diagnosis() == []
+        assert replace(table, record=ProbeRecord.of({"target_density": 0.05})).diagnosis() == []

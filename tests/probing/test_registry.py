@@ -98,7 +98,12 @@ def test_the_command_line_takes_a_signal_of_a_package(
     output(installed, "probe", *subject, "--signal", "value-norm", "--order", "1", "--window", "4")
     table = HeadScores.read(tmp_path / "probes" / "mine-value-norm")
     facts = ("signal", "kind", "unit", "order")
-    assert [table.metadata[name] for name in facts] == ["value-norm", "score", "p-norm", 1.0]
+    assert [table.record.entries()[name] for name in facts] == [
+        "value-norm",
+        "score",
+        "p-norm",
+        1.0,
+    ]
     assert (
         (tmp_path / "probes" / "mine-value-norm" / "density.csv")
         .read_text()
@@ -106,7 +111,9 @@ def test_the_command_line_takes_a_signal_of_a_package(
     )
     blocks = load_text([str(text)], tiny_tokenizer, tmp_path / "cache", Path(), block_size=32)
     assert (
-        table.metadata["tokens"] == blocks.tokens.size == planned["stages"][0]["tokens"] // 32 * 32
+        table.record.entries()["tokens"]
+        == blocks.tokens.size
+        == planned["stages"][0]["tokens"] // 32 * 32
     )
     assert 0.0 < table.values.std() < table.values.min()
     # Layouts and the page, without the package
@@ -304,7 +311,7 @@ def test_a_signal_of_a_package_is_one_class_with_its_options(
         spkv_nas.probe(model, blocks, signal=package.ValueNorm(order), window=4)
         for order in (1.0, 2.0)
     ]
-    assert [table.metadata["order"] for table in tables] == [1.0, 2.0]
+    assert [table.record.entries()["order"] for table in tables] == [1.0, 2.0]
     assert (tables[0].values > tables[1].values).all()
     with pytest.raises(UserError, match=r"order must be at least 1; found 0\.5"):
         spkv_nas.probe(model, blocks, signal=package.ValueNorm(), window=4, order=0.5)

@@ -105,7 +105,7 @@ class TestDuo:
         assert seen == [(step, 40) for step in range(1, 41)]
         assert table.density[:, 1].max() == 0.0
         assert table.density[:, 0].min() > 0.3
-        assert table.metadata["distillation_loss"] > 0.0
+        assert table.record.entries()["distillation_loss"] > 0.0
         assert all(p.requires_grad and p.grad is None for p in model.parameters())
         assert np.array_equal(duo(model, blocks, WINDOW, **options).density, table.density)
 
@@ -129,9 +129,13 @@ class TestMeasure:
         table.write(tmp_path / "mine")
         read = HeadScores.read(tmp_path / "mine")
         assert read.density == pytest.approx(table.density, abs=1e-5)
-        assert (read.name, read.signal, read.metadata["source"]) == ("mine", signal, "somewhere")
+        assert (read.name, read.signal, read.record.source) == (
+            "mine",
+            signal,
+            "somewhere",
+        )
         # --kv-bytes needs them
-        assert (read.metadata["head_dim"], read.metadata["dtype"]) == (
+        assert (read.record.head_dim, read.record.dtype) == (
             8,
             "float32",
         )
@@ -145,11 +149,11 @@ class TestMeasure:
             attention_mass(model, blocks, WINDOW),
             retrieval(model, blocks, WINDOW, needle_length=8),
         ]
-        assert [(t.metadata["passes"], t.metadata["tokens"]) for t in tables] == [
+        assert [(t.record.entries()["passes"], t.record.entries()["tokens"]) for t in tables] == [
             (1.0, 240),
             (1.0, 240),
         ]
-        assert duo(model, blocks, WINDOW, steps=5).metadata["passes"] == 5.0
+        assert duo(model, blocks, WINDOW, steps=5).record.entries()["passes"] == 5.0
 
     def test_invalid_inputs(self, blocks: TokenBlocks) -> None:
         model = tiny_model(vocab_size=300)

@@ -20,6 +20,7 @@ import spkv_nas
 from spkv_nas.artifacts.gate_config import GateConfig
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
+from spkv_nas.artifacts.probe_record import ProbeRecord
 from spkv_nas.base.errors import UserError
 from spkv_nas.cli import main
 from spkv_nas.data.blocks import DocumentInfo, TokenBlocks, build_blocks
@@ -225,7 +226,7 @@ def test_a_window_of_all_layers_that_hides_nothing_changes_nothing(
         for model in models
     ]
     assert [table.sinks for table in tables] == [1, 1]
-    assert tables[0].metadata["sink_mass"] == tables[1].metadata["sink_mass"]
+    assert tables[0].record.sink_mass == tables[1].record.sink_mass
     assert np.allclose(tables[0].values, tables[1].values, atol=1e-6)
 
 
@@ -251,7 +252,10 @@ class TestSignals:
         ]
         assert [table.sinks for table in tables] == [1, 1, 2, 0]
         assert np.array_equal(tables[0].values, tables[1].values)
-        assert ("sink_mass" in tables[0].metadata, "sink_mass" in tables[1].metadata) == (
+        assert (
+            "sink_mass" in tables[0].record.entries(),
+            "sink_mass" in tables[1].record.entries(),
+        ) == (
             True,
             False,
         )
@@ -260,9 +264,9 @@ class TestSignals:
 
     def test_record_what_was_measured_without_sinks(self, blocks: TokenBlocks) -> None:
         table = measure_signal("add-one-head", tiny_model("qwen2"), blocks, window=WINDOW)
-        assert (table.sinks, "sinks" in table.metadata) == (0, False)
-        assert 0.0 < table.metadata["sink_mass"] < 0.2
-        assert table.metadata["massive_activation"]["ratio"] > 1.0
+        assert (table.sinks, "sinks" in table.record.entries()) == (0, False)
+        assert 0.0 < table.record.sink_mass < 0.2
+        assert table.record.massive_activation.ratio > 1.0
 
     def test_gains_are_those_of_layouts_with_sinks(self, blocks: TokenBlocks) -> None:
         model = planted_tiny(bias=0.0)
@@ -294,7 +298,7 @@ class TestSignals:
         model, options = planted_tiny(), {"window": WINDOW, "steps": 2, "budget": 2}
         table = spkv_nas.head_gates(model, blocks, **options)
         assert spkv_nas.propose(table, 2)["densest"].sinks == table.sinks == 1
-        assert table.metadata["sink_mass"] > 0.3
+        assert table.record.sink_mass > 0.3
         assert np.array_equal(
             table.values, measure_signal("head-gates", model, blocks, **options).values
         )
@@ -345,8 +349,8 @@ class TestCommand:
         assert "of 63 heads give the first four more than 30 %: layouts get 1 sink token" in output
         table = HeadScores.read(tmp_path / "probes" / "mass")
         assert table.sinks == 1
-        assert table.metadata["sink_mass"] > 0.5
-        assert table.metadata["massive_activation"]["position"] == 0
+        assert table.record.sink_mass > 0.5
+        assert table.record.massive_activation.position == 0
         # The table's sinks, and others
         for options, sinks in (([], 1), (["--sinks", "4"], 4), (["--sinks", "0"], 0)):
             main(["propose", "--budget", "18", *options, *workspace])
@@ -387,7 +391,12 @@ class TestMessage:
             (3, "2 heads without a native sliding window give"),
         ):
             table = make_table(np.full((num_layers, 2), 0.5))
-            show(replace(table, metadata={"sinks": measured.number, **measured.as_mapping()}))
+            show(
+                replace(
+                    table,
+                    record=ProbeRecord.of({"sinks": measured.number, **measured.as_mapping()}),
+                )
+            )
             printed = " ".join(capsys.readouterr().out.split())
             assert message.replace("2 heads give", among) in printed
             assert f"layouts get {measured.number or 'no'} sink token" in printed

@@ -203,10 +203,10 @@ class TestProbe:
     ) -> None:
         model = tiny_model(vocab_size=300)
         table = spkv_nas.probe(model, text(24), memory="60%", **options)
-        tried = {row.name: row.layout for row in read_tried(table.metadata)}
-        assert table.metadata["recommended"] in tried
+        tried = {row.name: row.layout for row in table.record.tried}
+        assert table.record.recommended in tried
         assert (
-            table.metadata["budget"]
+            table.record.budget
             == table.memory_budget
             == tried[f"one-window-{table.window}"].num_global
         )
@@ -222,7 +222,7 @@ class TestProbe:
         options: dict[str, Any] = {"signal": "head-gates", "memory": 0.6, "steps": 2}
         table = spkv_nas.probe(tiny_model(vocab_size=300), text(24), window=16, **options)
         assert table.window == 16
-        assert "layouts_tried" not in table.metadata
+        assert "layouts_tried" not in table.record.entries()
         assert table.memory_budget == 4  # of 8 heads: 4 x 128 + 4 x 16 keys are 56 %
 
     @pytest.mark.parametrize(

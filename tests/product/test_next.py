@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -124,8 +125,8 @@ class TestProbe:
             capsys, "probe", *subject, "--steps", 2, "--budget", "25%", "--workspace", "w"
         )
         table = HeadScores.read(folder / "w/probes/mine-head-gates")
-        assert (table.signal, table.metadata["budget"]) == ("head-gates", 2)
-        assert table.metadata["options"] == {
+        assert (table.signal, table.record.budget) == ("head-gates", 2)
+        assert table.record.options == {
             "model": str(folder / "mine"),
             "data": [str(folder / "my project/text")],
             "context": "64",
@@ -213,7 +214,7 @@ class TestProbe:
     ) -> None:
         main(["probe", *subject, "--signal", "density", "--steps", "2", "--ablation-tokens", "0"])
         table = HeadScores.read(Path("probes/mine"))
-        table.metadata.pop("options")  # type: ignore[attr-defined]
+        table = replace(table, record=table.record.without("options"))
         table.write(Path("probes/mine"))
         capsys.readouterr()
         main(["propose"])

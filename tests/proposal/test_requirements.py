@@ -12,6 +12,7 @@ from helpers import fails, make_domain_table, make_table
 
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
+from spkv_nas.artifacts.probe_record import ProbeRecord
 from spkv_nas.artifacts.shape import Shape
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.units import format_bytes, parse_bytes, parse_context
@@ -100,7 +101,9 @@ class TestMemory:
         assert cost.global_head == self.cost.global_head
         assert replace(cost, context=130).local_head == replace(cost, context=130).global_head
         table = replace(
-            make_table([[0.5, 0.4]]), window=128, metadata={"sinks": 4, "head_dim": 128}
+            make_table([[0.5, 0.4]]),
+            window=128,
+            record=ProbeRecord.of({"sinks": 4, "head_dim": 128}),
         )
         requirements = Requirements(context=131072, batch=16, kv_dtype="bfloat16")
         assert requirements.cache_cost(table, None) == cost
@@ -155,7 +158,7 @@ def test_ranges() -> None:
 
 
 def test_every_budget_is_as_good_as_its_own_proposal() -> None:
-    table = make_domain_table(("code", "docs"), metadata={"head_dim": 8})
+    table = make_domain_table(("code", "docs"), record=ProbeRecord.of({"head_dim": 8}))
     curve = budget_curve(table, Requirements(context=1024, kv_dtype="float16"), [1, 3, 8])
     rows = curve.rows
     assert list(curve.layouts) == ["densest-1", "densest-3", "densest-8"]
@@ -193,9 +196,9 @@ class TestCommand:
     @pytest.fixture
     def workspace(self, tmp_path: Path) -> Path:
         density = np.random.default_rng(0).random((6, 3)).round(4)
-        replace(make_table(density), metadata={"head_dim": 32, "dtype": "bfloat16"}).write(
-            tmp_path / "probes" / "p"
-        )
+        replace(
+            make_table(density), record=ProbeRecord.of({"head_dim": 32, "dtype": "bfloat16"})
+        ).write(tmp_path / "probes" / "p")
         return tmp_path
 
     def propose(self, workspace: Path, *options: str) -> None:

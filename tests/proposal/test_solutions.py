@@ -14,6 +14,7 @@ from helpers import fails, make_domain_table, make_table
 
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
+from spkv_nas.artifacts.probe_record import ProbeRecord
 from spkv_nas.artifacts.proposal import Difference
 from spkv_nas.base.errors import UserError
 from spkv_nas.cli import main
@@ -128,7 +129,7 @@ class TestRequirements:
 
     def test_layers_with_a_native_window_stay_local(self) -> None:
         table = make_table(SCORES)
-        table.metadata["native_windows"] = [None, 64] * 3
+        table = table.with_record(native_windows=[None, 64] * 3)
         several = solutions(table, 3, 2, budget="4")
         assert all(not layout.global_mask[1::2].any() for layout in several.layouts.values())
 
@@ -152,7 +153,9 @@ class TestRequirements:
 
     def test_every_solution_fits_in_the_memory_of_an_engine(self) -> None:
         """Scores of 0 allow layouts with fewer heads, which can need more memory."""
-        table = replace(make_table(np.where(SCORES > 0.4, SCORES, 0.0)), metadata={"head_dim": 64})
+        table = replace(
+            make_table(np.where(SCORES > 0.4, SCORES, 0.0)), record=ProbeRecord.of({"head_dim": 64})
+        )
         requirements = Requirements(
             kv_bytes="19MiB",
             context=4096,

@@ -16,6 +16,7 @@ import spkv_nas
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.head_tables import WindowCosts
 from spkv_nas.artifacts.layout import Layout
+from spkv_nas.artifacts.probe_record import ProbeRecord
 from spkv_nas.artifacts.proposal import Proposal
 from spkv_nas.artifacts.tried_layouts import TriedLayout
 from spkv_nas.base.errors import UserError
@@ -116,7 +117,7 @@ def table(**metadata: Any) -> HeadScores:
     return replace(
         scores,
         window=128,
-        metadata={**known, **metadata},
+        record=ProbeRecord.of({**known, **metadata}),
         window_costs=WindowCosts((32, 128, 512, 1024), costs, scores.domains),
     )
 

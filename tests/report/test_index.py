@@ -14,6 +14,7 @@ from helpers import Page, make_comparison, make_domain_table
 from spkv_nas.artifacts.comparison import write_comparison
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
+from spkv_nas.artifacts.probe_record import ProbeRecord
 from spkv_nas.report import page as report_page
 from spkv_nas.stages.options.report import ReportOptions
 from spkv_nas.stages.report import run as report
@@ -25,7 +26,9 @@ def write_probe(workspace: Path, name: str, *, model: str, layouts: bool) -> Non
     rows = make_domain_table(
         density=np.random.default_rng(len(name)).uniform(size=(4, 2)).round(3)
     ).rows
-    HeadScores(name, rows, window=8, metadata={"model": model}).write(workspace / "probes" / name)
+    HeadScores(name, rows, window=8, record=ProbeRecord.of({"model": model})).write(
+        workspace / "probes" / name
+    )
     if layouts:
         Layout(("GL", "LG", "GL", "LL"), 8, "densest").write(
             workspace / "layouts" / name / "densest.yaml"

@@ -14,6 +14,7 @@ from helpers import make_domain_table, make_layouts, make_table
 from report_cases import make_evidence
 
 from spkv_nas.artifacts.kinds import DENSITY, GAIN, NATS, SHARE
+from spkv_nas.artifacts.probe_record import ProbeRecord
 from spkv_nas.artifacts.score_kind import Measure
 from spkv_nas.base.errors import UserError
 from spkv_nas.proposal.coverage import coverage, densest_coverage
@@ -64,7 +65,9 @@ def test_coverage_of_every_budget_is_that_of_its_layout() -> None:
 
 
 def test_the_explorer_has_the_heads_of_propose() -> None:
-    table = make_domain_table(("a", "b"), metadata={"head_dim": 16, "dtype": "bfloat16"})
+    table = make_domain_table(
+        ("a", "b"), record=ProbeRecord.of({"head_dim": 16, "dtype": "bfloat16"})
+    )
     inputs = ReportInputs(table, make_layouts("densest", "last"))
     data = explorer_data(inputs, conclude(inputs))
     assert data is not None
@@ -116,7 +119,7 @@ def test_evidence_is_by_steps_of_retraining() -> None:
 def test_a_file_of_the_map_has_the_sink_tokens_of_its_probe() -> None:
     """The page hashes window, rows and sinks, and joins the parts around the rows to the file of ``propose``."""
     table = make_domain_table(
-        ("a", "b"), metadata={"head_dim": 16, "dtype": "bfloat16", "sinks": 4}
+        ("a", "b"), record=ProbeRecord.of({"head_dim": 16, "dtype": "bfloat16", "sinks": 4})
     )
     inputs = ReportInputs(table, make_layouts("densest", "last"))
     data = explorer_data(inputs, conclude(inputs))
@@ -138,7 +141,7 @@ def test_files_of_retrained_layouts_have_window_and_sinks_of_the_search(
 ) -> None:
     """Take the probe's only where the record of a search has no window; new layouts have them anyway."""
     inputs = make_evidence()
-    table = replace(inputs.table, metadata={**inputs.table.metadata, "sinks": 4})
+    table = inputs.table.with_record(sinks=4)
     inputs = replace(
         inputs, table=table, probes=(table,), search_record={**inputs.search_record, **record}
     )

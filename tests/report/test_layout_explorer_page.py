@@ -17,6 +17,7 @@ from marks import slow_after
 
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
+from spkv_nas.artifacts.probe_record import ProbeRecord
 from spkv_nas.cli import main
 from spkv_nas.proposal.coverage import coverage
 from spkv_nas.proposal.propose import propose
@@ -67,7 +68,7 @@ def test_download_is_the_file_that_propose_writes(
 def test_download_has_the_sink_tokens_of_the_probe(open_file: Any, tmp_path: Path) -> None:
     """Files of stored layouts and of other budgets, with the hash that the page computes."""
     table = make_domain_table(
-        ("a", "b"), metadata={"head_dim": 16, "dtype": "bfloat16", "sinks": 4}
+        ("a", "b"), record=ProbeRecord.of({"head_dim": 16, "dtype": "bfloat16", "sinks": 4})
     )
     table.write(tmp_path / "probes" / table.name)
     chosen = ["-w", str(tmp_path), "--probe", table.name]

@@ -29,7 +29,8 @@ from helpers import (
 from spkv_nas.artifacts.comparison import read_comparison, write_comparison
 from spkv_nas.artifacts.kinds import NATS
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.artifacts.prediction_check import CHECK, PredictionCheck
+from spkv_nas.artifacts.prediction_check import PredictionCheck
+from spkv_nas.artifacts.probe_record import ProbeRecord
 from spkv_nas.artifacts.search_table import read_search
 from spkv_nas.base.errors import UserError
 from spkv_nas.report.chart import Axis, Chart, Line, Panels, Points
@@ -70,7 +71,9 @@ def write_hostile(folder: Path) -> Path:
     """Write a report in which every name that a user chooses is hostile."""
     names = ("<script>alert(1)<script>", QUOTED, "=cmd()$a_b$ 漢字")
     table = make_domain_table(
-        (HOSTILE, QUOTED), positions=make_positions(), metadata={HOSTILE: {QUOTED: [HOSTILE, 1]}}
+        (HOSTILE, QUOTED),
+        positions=make_positions(),
+        record=ProbeRecord.of({HOSTILE: {QUOTED: [HOSTILE, 1]}}),
     )
     write_report(
         folder,
@@ -339,7 +342,7 @@ def test_rank_correlations_come_with_their_intervals() -> None:
 def test_another_signal_has_its_terms(
     tmp_path: Path, metadata: dict[str, str], words: tuple[str, ...]
 ) -> None:
-    table = make_domain_table(("a", "b"), 0.04 * DENSITY, metadata=metadata)
+    table = make_domain_table(("a", "b"), 0.04 * DENSITY, record=ProbeRecord.of(metadata))
     page = Page(
         write_report(tmp_path, ReportInputs(table, make_layouts("densest"))).read_text(
             encoding="utf-8"
@@ -384,7 +387,7 @@ def test_the_check_of_window_costs_has_a_section(
     check = PredictionCheck(
         0.25, 8, (0.1, 0.2, 0.3), (0.2, 0.4, 0.6), correlation, 2.0, reliability
     )
-    table = make_domain_table(metadata={CHECK: check.as_mapping()})
+    table = make_domain_table(record=ProbeRecord.of({"prediction_check": check.as_mapping()}))
     page = Page(write_report(tmp_path, ReportInputs(table, {})).read_text(encoding="utf-8"))
     assert "Predicted and measured losses" in page.texts["h2"]
     assert [
@@ -521,7 +524,9 @@ def test_a_layout_of_several_windows(tmp_path: Path) -> None:
         scores,
         {"num_documents": 60, "windows": {"densest": 8, "last": 8}},
     )
-    inputs = ReportInputs(make_domain_table(metadata={"positions": 512}), layouts, scores=(file,))
+    inputs = ReportInputs(
+        make_domain_table(record=ProbeRecord.of({"positions": 512})), layouts, scores=(file,)
+    )
     # The verdict
     verdict = conclude(inputs)
     lead = "several: 1 of 8 KV heads global, windows L 8, M 128, 74.4 % less KV cache at 512 tokens; NLL +0.200"

@@ -13,6 +13,7 @@ from browser_cases import MAP, NEEDED, num_outlined
 from helpers import make_comparison, make_domain_table, make_search
 
 from spkv_nas.artifacts.layout import Layout
+from spkv_nas.artifacts.probe_record import ProbeRecord
 from spkv_nas.cli import main
 from spkv_nas.report import page as report_page
 from spkv_nas.report.inputs import ReportInputs
@@ -85,7 +86,7 @@ def test_heads_that_are_local_by_design_are_not_chosen(open_file: Any, tmp_path:
     """The slider ends at the heads that can be global, and costs count the others' own window."""
     metadata = {"head_dim": 16, "dtype": "bfloat16", "native_windows": [None, 16, 16, None]}
     density = np.array([[0.9, 0.3], [0.0, 0.0], [0.0, 0.0], [0.2, 0.5]])
-    table = make_domain_table(density=density, metadata=metadata)
+    table = make_domain_table(density=density, record=ProbeRecord.of(metadata))
     table.write(tmp_path / "probes" / table.name)
     chosen = ["-w", str(tmp_path), "--probe", table.name]
     main(["propose", *chosen, "--budget", "2"])
@@ -136,7 +137,9 @@ def test_hostile_names_do_not_run(
     layouts = {name: Layout(("GL", "LG", "LL", "LL"), 8, name) for name in fit[:20]}
     strategies = ["full-attention", "sp-kv", *fit[:3]]
     table = replace(
-        make_domain_table(tuple(payloads[:40])), name=payloads[1], metadata={"model": payloads[0]}
+        make_domain_table(tuple(payloads[:40])),
+        name=payloads[1],
+        record=ProbeRecord.of({"model": payloads[0]}),
     )
     record = {payload: payload for payload in payloads}
     file = write_report(

@@ -23,6 +23,7 @@ from spkv_nas.artifacts.comparison import DENSE, FULL_ATTENTION
 from spkv_nas.artifacts.displacement import COLUMNS
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
+from spkv_nas.artifacts.probe_record import ProbeRecord
 from spkv_nas.artifacts.result_tables import SCORES
 from spkv_nas.artifacts.result_tables import VERDICT as VERDICT_TABLE
 from spkv_nas.proposal.coverage import coverage
@@ -369,7 +370,7 @@ def test_a_page_answers_what_is_saved_and_what_is_lost() -> None:
     layouts = make_layouts("densest", "last")
     heads = {name: "/".join(layout.heads) for name, layout in layouts.items()}
     scores = scored(heads, {"densest": 0.74, "last": 2.0})
-    table = replace(make_domain_table(), metadata={"positions": 512})
+    table = replace(make_domain_table(), record=ProbeRecord.of({"positions": 512}))
     inputs = ReportInputs(table, layouts, scores=(scores,))
     lead = (
         "densest: 2 of 8 KV heads global, 73.8 % less KV cache at 512 tokens; NLL +0.740 ± 0.100 % against the dense "
@@ -485,7 +486,7 @@ def test_the_dense_model_is_a_row_and_the_baseline(
 
 
 def test_nll_is_drawn_against_bytes_of_the_cache() -> None:
-    table = make_domain_table(metadata={"head_dim": 16, "dtype": "bfloat16"})
+    table = make_domain_table(record=ProbeRecord.of({"head_dim": 16, "dtype": "bfloat16"}))
     inputs = ReportInputs(table, make_layouts("densest", "last"), comparison=make_comparison())
     chart = cache_nll_chart(inputs, conclude(inputs))
     assert chart is not None

@@ -10,6 +10,7 @@ import pytest
 from command_cases import parsed
 
 import spkv_nas
+from spkv_nas.artifacts.probe_record import ProbeRecord
 from spkv_nas.contrib.reproduce.palindrome.options import PalindromeOptions
 from spkv_nas.contrib.search.options import SearchOptions
 from spkv_nas.stages.commands import command_line, in_folder
@@ -136,4 +137,5 @@ def test_a_command_in_a_folder_has_relative_paths(command: str, expected: str) -
 
 def test_recorded_options_are_read_back(tmp_path: Path) -> None:
     options = ProbeOptions(model="org/model", data=["text"], ablation_tokens=64, workspace=tmp_path)
-    assert read_options({OPTIONS: recorded(options)}, tmp_path) == options
+    record = ProbeRecord.of({OPTIONS: recorded(options)})
+    assert read_options(record, tmp_path) == options

@@ -105,9 +105,8 @@ class TestAnswer:
         table = HeadScores.read(folder / "probes" / "mine")
         for learned_for, warnings in ((2, ["'mine' was learned for 2 global heads"]), (5, [])):
             name = f"for-{learned_for}"
-            replace(table, name="mine", metadata={**table.metadata, "budget": learned_for}).write(
-                Path("probes") / name
-            )
+            mine = replace(table, name="mine").with_record(budget=learned_for)
+            mine.write(Path("probes") / name)
             cautions: list[str] = []
             run(Recorder(cautioned=cautions.append), probe=name)
             assert [line.partition(",")[0] for line in cautions] == warnings

@@ -20,6 +20,7 @@ from helpers import (
 from transformers import PreTrainedTokenizerBase
 
 from spkv_nas import GateConfig, attach_gates, probe
+from spkv_nas.artifacts.probe_record import ProbeRecord
 from spkv_nas.base.errors import UserError
 from spkv_nas.cli import main
 from spkv_nas.data.blocks import TokenBlocks
@@ -36,7 +37,7 @@ class TestSentence:
     )
     def test_outside_seven_tenths_to_fourteen(self, reached: float, says: bool) -> None:
         facts = {"target_density": 0.3, "reached_density": reached}
-        table = replace(make_table(np.full((2, 2), 0.5)), metadata=facts)
+        table = replace(make_table(np.full((2, 2), 0.5)), record=ProbeRecord.of(facts))
         assert (table.missed_price is not None) is says
         assert any("price was to keep 30.0%" in one for one in table.diagnosis()) is says
 
@@ -45,16 +46,19 @@ class TestSentence:
         table = make_table(np.full((2, 2), 0.5))
         facts = {"target_density": 0.3, "reached_density": 0.04}
         assert "a smaller branch.learning_rate with" in str(
-            replace(table, metadata=facts).missed_price
+            replace(table, record=ProbeRecord.of(facts)).missed_price
         )
-        frozen = replace(table, metadata={**facts, "training": "frozen-model"})
+        frozen = replace(table, record=ProbeRecord.of({**facts, "training": "frozen-model"}))
         assert "What helps: more --steps." in str(frozen.missed_price)
-        above = replace(table, metadata={**facts, "reached_density": 0.6})
+        above = replace(table, record=ProbeRecord.of({**facts, "reached_density": 0.6}))
         assert "a smaller gates.learning_rate_multiplier" in str(above.missed_price)
 
     def test_other_signals_of_a_gated_model_have_no_price(self) -> None:
         facts = {"signal": "duo", "kind": "share", "target_density": 0.3, "reached_density": 0.01}
-        assert replace(make_table(np.full((2, 2), 0.5)), metadata=facts).missed_price is None
+        assert (
+            replace(make_table(np.full((2, 2), 0.5)), record=ProbeRecord.of(facts)).missed_price
+            is None
+        )
 
 
 class TestRecord:
@@ -68,12 +72,10 @@ class TestRecord:
         scatter_gates(model)
         table = probe(model, blocks)
         with_gates = table.density[1::2] if family == "gemma3_text" else table.density
-        assert table.metadata["reached_density"] == pytest.approx(with_gates.mean(), abs=1e-4)
+        assert table.record.reached_density == pytest.approx(with_gates.mean(), abs=1e-4)
         other = probe(model, blocks, 0.9)
         assert other.mean < table.mean
-        assert other.metadata["reached_density"] == pytest.approx(
-            table.metadata["reached_density"], abs=0.02
-        )
+        assert other.record.reached_density == pytest.approx(table.record.reached_density, abs=0.02)
 
     def test_gates_without_a_target_reach_none(self, blocks: TokenBlocks) -> None:
         assert "reached_density" not in probe(gated(), blocks).metadata

@@ -11,6 +11,7 @@ from command_cases import parsed
 from helpers import make_comparison, make_domain_table, make_layouts
 
 from spkv_nas.artifacts.comparison import write_comparison
+from spkv_nas.artifacts.probe_record import ProbeRecord
 from spkv_nas.artifacts.result_tables import TrainedModel, write_checkpoints
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.report import page as report_page
@@ -27,13 +28,15 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Workspace with head gates of the embedded reference, and its two layouts."""
     monkeypatch.setattr(report_page.plot, "save_chart", lambda *_: None)
     make_domain_table(
-        metadata={
-            "model": "embedded:reference",
-            "data": {},
-            "signal": "head-gates",
-            "kind": "share",
-            "options": {},
-        }
+        record=ProbeRecord.of(
+            {
+                "model": "embedded:reference",
+                "data": {},
+                "signal": "head-gates",
+                "kind": "share",
+                "options": {},
+            }
+        )
     ).write(tmp_path / "probes/test")
     for name, layout in make_layouts("densest", "last").items():
         layout.write(tmp_path / f"layouts/test/{name}.yaml")

@@ -13,6 +13,7 @@ import pytest
 from helpers import fails, make_table
 
 from spkv_nas.artifacts.layout import Layout
+from spkv_nas.artifacts.probe_record import ProbeRecord
 from spkv_nas.cli import main
 from spkv_nas.cost.cache_cost import EngineCost
 from spkv_nas.engines.cache import CacheSettings
@@ -165,9 +166,9 @@ class TestPropose:
     def workspace(self, tmp_path: Path) -> Path:
         """Write a probe of 21 layers x 3 KV heads."""
         density = np.random.default_rng(0).random((21, 3)).round(4)
-        replace(make_table(density), metadata={"head_dim": 64, "dtype": "bfloat16"}).write(
-            tmp_path / "probes" / "p"
-        )
+        replace(
+            make_table(density), record=ProbeRecord.of({"head_dim": 64, "dtype": "bfloat16"})
+        ).write(tmp_path / "probes" / "p")
         return tmp_path
 
     @pytest.fixture

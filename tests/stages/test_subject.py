@@ -13,6 +13,7 @@ from helpers import MessageLog, Recorder, fails, gated, make_table, tiny_model
 from model.test_cache_families import FAMILIES as CACHE_FAMILIES
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from spkv_nas.artifacts.probe_record import ProbeRecord
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.cli import main
@@ -209,9 +210,9 @@ class TestDefaults:
             ("mine-duo", "duo"),
             ("mine-head-gates", "head-gates"),
         ):
-            replace(table, name=name, metadata={"model": "m", "signal": signal}).write(
-                workspace.probe_dir(name)
-            )
+            replace(
+                table, name=name, record=ProbeRecord.of({"model": "m", "signal": signal})
+            ).write(workspace.probe_dir(name))
         messages: list[str] = []
         assert (
             chosen_table(
@@ -226,7 +227,7 @@ class TestDefaults:
             ("other", {"model": "n"}),
             ("again", {"model": "m", "signal": "head-gates"}),
         ):
-            replace(table, name=name, metadata=facts).write(workspace.probe_dir(name))
+            replace(table, name=name, record=ProbeRecord.of(facts)).write(workspace.probe_dir(name))
             with pytest.raises(UserError, match="choose one with --probe NAME"):
                 chosen_table(ProposeOptions(workspace=tmp_path))
             shutil.rmtree(workspace.probe_dir(name))

@@ -58,7 +58,8 @@ def run(options: CompareOptions, reporter: Reporter = SILENT) -> Result:
     windows = {label: table.window for label, table in tables.items()}
     sinks = {label: table.local_sinks for label, table in tables.items()}
     proposal.warn_of_windows(windows, sinks, remedy="probe all of them with the same {}")
-    proposal.warn_of_separators({label: table.metadata for label, table in tables.items()})
+    separators = {label: table.record.separator for label, table in tables.items()}
+    proposal.warn_of_separators(separators)
     # Write the table, and keep one of other probes
     with locks.locked(folder, "writes agreement.csv", reporter.announce):
         origin = {"probes": list(tables), "budget": budget, "windows": windows}

@@ -317,12 +317,11 @@ def cache_bytes(specification: SearchSpecification, shape: Shape) -> LayoutCost 
     context = specification.context
     if context is None:
         return None
-    known = table.metadata
     requirements = Requirements(
         specification.space.constraints,
         context=context,
-        head_dim=known.get("head_dim") or shape.head_dim,
-        kv_dtype=known.get("dtype") or "bfloat16",
+        head_dim=table.record.head_dim or shape.head_dim,
+        kv_dtype=table.record.dtype or "bfloat16",
     )
     memory = requirements.cache_cost(table, specification.space.window)
     assert memory is not None  # as there is a context

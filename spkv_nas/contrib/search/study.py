@@ -187,7 +187,7 @@ def search_layouts(
         UserError: the budget, the sampler or a table does not fit, a start breaks the budget, or there is no text.
     """
     # Define the search space
-    budget = table.learned_budget if budget is None else budget
+    budget = table.record.budget if budget is None else budget
     number = table.num_candidates
     budgets = (
         parse_budgets(str(budget), number) if is_several(budget) else [parse_budget(budget, number)]

@@ -6,7 +6,6 @@ import re
 import sqlite3
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -112,7 +111,7 @@ class TestSpace:
         """Count 64 keys in 8 heads with a window of 8: a half is 3 global heads, and three quarters are 5."""
         facts = {"head_dim": 8, "dtype": "float32", "positions": 64}
         table = make_table(np.random.default_rng(0).random((4, 2)))
-        table = replace(table, metadata={**table.metadata, **facts})
+        table = table.with_record(**facts)
         assert _budgets("memory=50%,75%", table, 8) == [3, 5]
         assert _budgets("50%", table, 8) == [4]
 

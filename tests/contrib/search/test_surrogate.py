@@ -15,6 +15,7 @@ from scipy.optimize import approx_fprime
 from scipy.stats import multivariate_normal
 
 from spkv_nas.artifacts.layout import Layout
+from spkv_nas.artifacts.probe_record import ProbeRecord
 from spkv_nas.contrib.search.head_weights import Evidence, HeadWeights
 from spkv_nas.contrib.search.sampler import (
     SAMPLERS,
@@ -219,7 +220,9 @@ class TestSearch:
     def test_proposes_everything_before_anything_twice(
         self, constraints: Constraints, budget: int, layouts: int
     ) -> None:
-        table = replace(make_table(np.random.default_rng(0).random((3, 3))), metadata={"sinks": 4})
+        table = replace(
+            make_table(np.random.default_rng(0).random((3, 3))), record=ProbeRecord.of({"sinks": 4})
+        )
         space = Space(table, (budget, budget), 8, constraints)
         weights = np.arange(9.0).reshape(3, 3)
         trials = -(-layouts // TRIALS_PER_ROUND) * TRIALS_PER_ROUND

@@ -225,6 +225,6 @@ class TestRetrieval:
         ).float()
         answers[:, 4:] = answers[:, 4:].roll(1, -1)
         model.lm_head.register_forward_hook(lambda *_: answers)
-        assert retrieval(model, blocks, WINDOW, needle_length=8).metadata["copy_accuracy"] == round(
-            4 / 7, 4
-        )
+        assert retrieval(model, blocks, WINDOW, needle_length=8).record.entries()[
+            "copy_accuracy"
+        ] == round(4 / 7, 4)

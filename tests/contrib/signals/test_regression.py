@@ -118,7 +118,11 @@ class TestTable:
         table = regression(tiny_model(vocab_size=300), blocks, WINDOW, budget=3, num_layouts=200)
         assert all(layout.num_global == 3 and layout.window == WINDOW for layout in evaluator.seen)
         assert (
-            40 < len(evaluator.seen) == len(set(evaluator.seen)) == table.metadata["layouts"] <= 56
+            40
+            < len(evaluator.seen)
+            == len(set(evaluator.seen))
+            == table.record.entries()["layouts"]
+            <= 56
         )
         share = evaluator.counts / evaluator.counts.sum()
         gains = np.tensordot(share, evaluator.gains, 1)
@@ -136,11 +140,13 @@ class TestTable:
         options = {"budget": 3, "num_layouts": 15, "seed": 1}
         alone = regression(loud(), blocks, WINDOW, **options)
         table = regression(loud(), blocks, WINDOW, cache=tmp_path, **options)
-        assert alone.metadata["reused_scores"] == table.metadata["reused_scores"] == 0
+        assert (
+            alone.record.entries()["reused_scores"] == table.record.entries()["reused_scores"] == 0
+        )
         again = regression(loud(), blocks, WINDOW, cache=tmp_path, **options)
-        assert (again.metadata["passes"], again.metadata["reused_scores"]) == (
+        assert (again.record.entries()["passes"], again.record.entries()["reused_scores"]) == (
             0,
-            table.metadata["layouts"],
+            table.record.entries()["layouts"],
         )
         assert np.array_equal(again.values, table.values)
 
