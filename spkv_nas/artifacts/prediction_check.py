@@ -57,13 +57,19 @@ class PredictionCheck:
                 f"costs of windows could not be checked: the losses of {number} random layouts of "
                 f"{100 * self.memory:.3g} % of the KV cache differ by little more than their errors"
             )
-        agreement = f"their rank correlation with the losses of {number} random layouts is {self.correlation:.2f}"
+        agreement = (
+            f"their rank correlation with the losses of {number} random layouts is "
+            f"{self.correlation:.2f}"
+        )
         if self.has_failed:
             return (
                 f"costs of windows are no guide for this model on this text: {agreement}, below "
                 f"{self.bound:.2g}; compare layouts by what was measured"
             )
-        return f"costs of windows: {agreement}; losses are {self.slope:.2g} times as large as predicted"
+        return (
+            f"costs of windows: {agreement}; losses are {self.slope:.2g} times as large as "
+            "predicted"
+        )
 
     def as_mapping(self) -> dict[str, object]:
         """Return the entries for a record."""

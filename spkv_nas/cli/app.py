@@ -146,13 +146,13 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Measure which KV heads need global attention, propose hybrid layouts, and validate them by retraining.\n\n"
-    "Start with spkv-nas auto MODEL TEXT --out DIR, "
-    "which finds the smallest KV cache within a loss and exports the "
-    "hybrid. To retrain layouts, start with spkv-nas init MODEL TEXT; "
-    "each command then prints the next one (next: "
-    "spkv-nas ...). spkv-nas probe without arguments measures "
-    "the embedded reference model (21 layers x 3 KV heads).",
+    help=(
+        "Measure which KV heads need global attention, propose hybrid layouts, and validate them by"
+        " retraining.\n\nStart with spkv-nas auto MODEL TEXT --out DIR, which finds the smallest KV"
+        " cache within a loss and exports the hybrid. To retrain layouts, start with spkv-nas init "
+        "MODEL TEXT; each command then prints the next one (next: spkv-nas ...). spkv-nas probe "
+        "without arguments measures the embedded reference model (21 layers x 3 KV heads)."
+    ),
 )
 evaluate = typer.Typer(name="evaluate", cls=EvaluationGroup)
 layout = typer.Typer(help="Show, compare and convert layout files.", no_args_is_help=True)

@@ -33,7 +33,10 @@ class SourceConfig(schema.Section):
     split: str | None = Field(None, description="split of the data set; default: train")
     text_field: str | None = Field(
         None,
-        description="field or column with the text, or with the messages of a chat; default: text, else messages",
+        description=(
+            "field or column with the text, or with the messages of a chat; default: text, else "
+            "messages"
+        ),
     )
     domain: str | None = Field(None, description="domain of all documents of this source")
     domain_field: str | None = Field(
@@ -69,7 +72,9 @@ class RulerMix(schema.Section):
     lengths: list[int] | None = Field(
         None,
         min_length=1,
-        description="sample lengths in tokens, one sampled at random per block; default: a whole block",
+        description=(
+            "sample lengths in tokens, one sampled at random per block; default: a whole block"
+        ),
     )
     haystack: list[str] = Field([], description="files and folders of essays to hide needles in")
 
@@ -105,21 +110,28 @@ class DataConfig(schema.Section):
     )
     bos: Bos = Field(
         AUTO,
-        description="begin every block with a BOS token; auto: with whatever the tokenizer puts before a text",
+        description=(
+            "begin every block with a BOS token; auto: with whatever the tokenizer puts before a "
+            "text"
+        ),
         # Hashes and records of recipes stay as before the key existed
         exclude_if=lambda bos: bos == AUTO,
     )
     separator: str = Field(
         AUTO,
         min_length=1,
-        description="what stands after a document: none, eos, bos, eos+bos or another token; auto: what the dense "
-        "model knows best, measured; eos for a new model",
+        description=(
+            "what stands after a document: none, eos, bos, eos+bos or another token; auto: what the"
+            " dense model knows best, measured; eos for a new model"
+        ),
         exclude_if=lambda separator: separator == AUTO,
     )
     documents: Literal["joined", "separate"] = Field(
         JOINED,
-        description="whether tokens see earlier documents of their block (joined), or only their own, in which "
-        "positions start again (separate)",
+        description=(
+            "whether tokens see earlier documents of their block (joined), or only their own, in "
+            "which positions start again (separate)"
+        ),
         exclude_if=lambda documents: documents == JOINED,
     )
     mix: MixConfig | None = Field(

@@ -164,7 +164,8 @@ def gate_rows(model: PreTrainedModel, config: GateConfig) -> list[str | None]:
     for index, (state, row) in enumerate(zip(states, configured, strict=True)):
         if config.heads is not None and state.is_always_local and set(row) != {LOCAL}:
             raise UserError(
-                f"layer {index} has a native sliding window: its row in the gates' heads must be all {LOCAL}"
+                f"layer {index} has a native sliding window: its row in the gates' heads must be "
+                f"all {LOCAL}"
             )
         rows.append(None if state.is_always_local else row)
     return rows
@@ -278,12 +279,13 @@ def _prepare_cache(
         config.use_cache = False
         if config.prefill_chunk_size is not None:
             raise UserError(
-                "prefill_chunk_size needs a cache, which these gates cannot use: leave it out, or call "
-                'set_gate_mode(model, "hard")'
+                "prefill_chunk_size needs a cache, which these gates cannot use: leave it out, or"
+                ' call set_gate_mode(model, "hard")'
             )
     if config.cache_implementation is not None and config.use_cache is not False:
         warnings.warn(
-            f"cache_implementation '{config.cache_implementation}' is ignored: this model uses SPKVCache",
+            f"cache_implementation '{config.cache_implementation}' is ignored: this model uses "
+            "SPKVCache",
             stacklevel=3,
         )
     if config.use_cache:
@@ -378,8 +380,9 @@ def _check_keeps_cache(model: PreTrainedModel) -> None:
     training = (module for module in model.modules() if module.training)
     if any(getattr(module, "gradient_checkpointing", False) for module in training):
         raise UserError(
-            "activation checkpointing in training mode drops the cache, so tokens would not see earlier ones: call "
-            "model.eval() before, and model.train() after, or give use_cache=False"
+            "activation checkpointing in training mode drops the cache, so tokens would not see "
+            "earlier ones: call model.eval() before, and model.train() after, or give "
+            "use_cache=False"
         )
 
 
@@ -405,8 +408,8 @@ def _check_runs(model: PreTrainedModel, attn_implementation: str | None) -> None
         _run(model)
     except Exception as error:
         raise UserError(
-            f"{type(model).__name__} cannot run on two tokens, before any gates or layout: {first_line(error)}\n"
-            "make model(input_ids=torch.tensor([[0, 0]])) work first"
+            f"{type(model).__name__} cannot run on two tokens, before any gates or layout: "
+            f"{first_line(error)}\nmake model(input_ids=torch.tensor([[0, 0]])) work first"
         ) from error
 
 
@@ -460,8 +463,9 @@ def _checked_run(model: PreTrainedModel) -> attention_calls.Recording:
     except Exception as error:
         if is_short_of_memory(error):
             raise UserError(
-                f"{type(model).__name__}: too little memory for a pass over two tokens: {first_line(error)}\n"
-                "free memory on its device, or load the model in a smaller dtype"
+                f"{type(model).__name__}: too little memory for a pass over two tokens: "
+                f"{first_line(error)}\nfree memory on its device, or load the model in a smaller "
+                "dtype"
             ) from error
         raise UserError(
             f"{type(model).__name__} cannot run with SP-KV attention: {first_line(error)}"
@@ -476,15 +480,22 @@ def _check_reached(
     num_sources = len({id(call.keys) for call in calls})
     if calls and num_sources == expected and len(calls) == num_layers:
         return
-    reason = "its class does not use the attention interface of transformers, so gates would have no effect"
+    reason = (
+        "its class does not use the attention interface of transformers, so gates would have no "
+        "effect"
+    )
     if calls:
         miscounted = layer_places.miscounted(model, [call.module for call in calls])
         reason = miscounted or layer_places.own_config(model) or reason
     if len(calls) > min(expected, num_layers):
-        reason = "a layer that is repeated, or has several attentions, has no single choice for each of its heads"
+        reason = (
+            "a layer that is repeated, or has several attentions, has no single choice for each of "
+            "its heads"
+        )
     raise UserError(
-        f"{type(model).__name__}: its {expected} attention layers called the attention function {len(calls)} times "
-        f"with {num_sources} sets of keys; SP-KV needs each layer exactly once\n{reason}"
+        f"{type(model).__name__}: its {expected} attention layers called the attention function "
+        f"{len(calls)} times with {num_sources} sets of keys; SP-KV needs each layer exactly "
+        f"once\n{reason}"
     )
 
 
@@ -501,8 +512,8 @@ def _check_limits(model: PreTrainedModel, recording: attention_calls.Recording) 
     limits = [limit for limit in recording.undeclared_windows if limit < longest]
     if limits:
         raise UserError(
-            f"{type(model).__name__}: its mask alone limits attention to {limits[0]} keys, as chunked attention does, "
-            "which SP-KV attention does not compute"
+            f"{type(model).__name__}: its mask alone limits attention to {limits[0]} keys, as "
+            "chunked attention does, which SP-KV attention does not compute"
         )
 
 
@@ -520,8 +531,8 @@ def check_hooks(calls: list[attention_calls.RecordedCall], what: str) -> None:
         actual = (call.num_kv_heads, call.native_window)
         if saved != actual:
             message = (
-                f"{what}: section 'spkv' of its config gives attention layer {index} {saved[0]} KV heads and "
-                f"the window {saved[1]}; it has {actual[0]} and {actual[1]}"
+                f"{what}: section 'spkv' of its config gives attention layer {index} {saved[0]} KV "
+                f"heads and the window {saved[1]}; it has {actual[0]} and {actual[1]}"
             )
             if call.expanded_dim:
                 message += " (its heads share one latent, so a layout has one letter per layer)"

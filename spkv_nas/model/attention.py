@@ -198,9 +198,9 @@ class LayerState:
             and num_tokens > self.native_window
         ):
             raise UserError(
-                f"the model's own sliding window of {self.native_window} keys is shorter than the sequence of "
-                f"{num_tokens} tokens, so gates beyond it would have no effect\n"
-                "set sliding_window to null in the model's config, or use shorter blocks"
+                f"the model's own sliding window of {self.native_window} keys is shorter than the "
+                f"sequence of {num_tokens} tokens, so gates beyond it would have no effect\nset "
+                "sliding_window to null in the model's config, or use shorter blocks"
             )
 
 
@@ -422,8 +422,9 @@ def _compute_gate(
 def cache_error(cache: object) -> UserError:
     """Make the error for a cache that is no ``SPKVCache``."""
     return UserError(
-        f"SP-KV attention cannot use a {type(cache).__name__}, which would store every key: generate with "
-        "past_key_values=spkv_nas.SPKVCache(model), or with use_cache=False; prefix tuning is not supported"
+        f"SP-KV attention cannot use a {type(cache).__name__}, which would store every key: "
+        "generate with past_key_values=spkv_nas.SPKVCache(model), or with use_cache=False; prefix "
+        "tuning is not supported"
     )
 
 
@@ -470,8 +471,8 @@ def _check_window(state: LayerState, window: int | None) -> None:
     """Raise ``UserError`` if the sliding window of a layer is another one than when it was hooked."""
     if state.requested_window != window:
         raise UserError(
-            f"the sliding window of a layer was changed from {state.requested_window} to {window} after the model was "
-            "hooked: call detach(model), and add gates or layout again"
+            f"the sliding window of a layer was changed from {state.requested_window} to {window} "
+            "after the model was hooked: call detach(model), and add gates or layout again"
         )
 
 
@@ -508,8 +509,8 @@ def _attend_over_cache(
         )
     if call.gate is not None and call.gate.log_utility is not None:
         raise UserError(
-            'soft and sampled gates keep every key: call set_gate_mode(model, "hard") to use a cache, or the model '
-            "with use_cache=False"
+            'soft and sampled gates keep every key: call set_gate_mode(model, "hard") to use a'
+            " cache, or the model with use_cache=False"
         )
     if call.state.gate_window is not None:
         call.state.check_gate_reach(cache.get_seq_length() + q.shape[2])
@@ -531,7 +532,8 @@ def _check_gate_documents(call: AttentionCall, starts: Tensor | None) -> None:
     has_own_gate = call.gate is not None and not call.is_reader
     if has_own_gate and starts is not None and call.starts is None:
         raise UserError(
-            "this model's layers get their attention mask by position, so gates cannot tell documents"
+            "this model's layers get their attention mask by position, so gates cannot tell "
+            "documents"
         )
 
 

@@ -56,8 +56,8 @@ def _check_tokens(tokens: Tensor, argument: str, caller: str) -> None:
         return
     if bool((tokens < 0).any()):
         raise UserError(
-            f"{caller} gives the model marked tokens of separate documents as {argument}: call it with "
-            "**blocks.boundaries.inputs(tokens), whose input_ids are labels, too"
+            f"{caller} gives the model marked tokens of separate documents as {argument}: call it "
+            "with **blocks.boundaries.inputs(tokens), whose input_ids are labels, too"
         )
 
 
@@ -72,6 +72,6 @@ def _check_documents(positions: Tensor | None, caller: str) -> None:
         return
     if bool((positions.diff(dim=1) < 0).any()):
         raise UserError(
-            f"{caller} gives the model several documents and a cache, with which they attend to each other: "
-            "call it with use_cache=False"
+            f"{caller} gives the model several documents and a cache, with which they attend to "
+            "each other: call it with use_cache=False"
         )

@@ -28,7 +28,10 @@ _TEXT = "text_config"
 # Keys in its place: of LongCat, whose layers have two of attention each, and of Nemotron-H, which lists their kinds
 _OTHER_KEYS = ("num_layers", "layers_block_type")
 _DAMAGED = "the config is damaged: copy it again"
-_HINT = "said in the section spkv, because a stock class would run this model dense: load it with spkv_nas.load"
+_HINT = (
+    "said in the section spkv, because a stock class would run this model dense: load it with "
+    "spkv_nas.load"
+)
 
 # Set by ``register``, because its module imports this one
 _model_class: "Callable[[type[PreTrainedModel]], type[PreTrainedModel]]"
@@ -196,7 +199,8 @@ def _stock_form(content: dict[str, Any]) -> tuple[dict[str, Any], type[PreTraine
     num_layers = section.pop(_LAYERS, None)
     if kind == CUSTOM_MODEL_TYPE or kind not in CONFIG_MAPPING or num_layers is None:
         raise errors.UserError(
-            f"section 'spkv' of the model's config lacks the original model type and number of layers\n{_DAMAGED}"
+            "section 'spkv' of the model's config lacks the original model type and number of "
+            f"layers\n{_DAMAGED}"
         )
     # Restore the content
     text = content.get(_TEXT) or {**content, "model_type": kind}

@@ -128,12 +128,18 @@ class SPKVCache(Cache):
         """Return why the cache does not fit a model and its present gates or layout, as a clause; None if it does."""
         lengths = {layer.tokens for layer in self._attending}
         if len(lengths) > 1 or any(layer.is_interrupted for layer in self._attending):
-            return "was left by a call that was interrupted, which stored its tokens in some layers only"
+            return (
+                "was left by a call that was interrupted, which stored its tokens in some layers "
+                "only"
+            )
         if self._model is not None and self._model() is not model:
             return "was filled by another model"
         has_gates = self._gates is None or self._gates() is model._spkv_states[0].settings
         if not has_gates or self._heads != _heads(model):
-            return "was filled under another layout, or other gates, gate mode or tau, than the model has now"
+            return (
+                "was filled under another layout, or other gates, gate mode or tau, than the model "
+                "has now"
+            )
         return None
 
     def get_linear_cache(self, layer_idx: int) -> Tensor | None:
@@ -235,8 +241,8 @@ def _empty_layers(model: PreTrainedModel, page_size: int, max_pages: int | None)
     indices = attention_indices(layers)
     if len(indices) != len(states):
         raise UserError(
-            f"{len(states)} layers of this model compute attention, but {len(indices)} layers of transformers' "
-            "cache store keys: generate with use_cache=False"
+            f"{len(states)} layers of this model compute attention, but {len(indices)} layers of "
+            "transformers' cache store keys: generate with use_cache=False"
         )
     layer_places.check_numbers(model, list(attending), indices)
     for index, state in zip(indices, states, strict=True):
@@ -293,8 +299,9 @@ def check_states(model: PreTrainedModel, kwargs: attention_calls.Keywords, num_c
     tokens = call_inputs.new_tokens(kwargs)
     if num_cached and not model._spkv_reads_states and tokens is not None and tokens.shape[1] > 1:
         raise UserError(
-            f"{type(model).__name__}: its layers without attention ignore their states where several tokens follow "
-            "those in a cache\nleave out prefill_chunk_size, and add tokens to a cache one by one"
+            f"{type(model).__name__}: its layers without attention ignore their states where "
+            "several tokens follow those in a cache\nleave out prefill_chunk_size, and add tokens "
+            "to a cache one by one"
         )
 
 
@@ -311,7 +318,8 @@ def _reads_states(model: PreTrainedModel) -> bool:
         is_filled = [any(layer.has_previous_state.values()) for layer in cache.states]
         if not is_filled or not all(is_filled):
             raise UserError(
-                f"{type(model).__name__} keeps states outside of its cache: generate with use_cache=False"
+                f"{type(model).__name__} keeps states outside of its cache: generate with "
+                "use_cache=False"
             )
         # Compare the next logits with those after other states
         other = copy.deepcopy(cache)

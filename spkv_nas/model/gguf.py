@@ -84,8 +84,8 @@ def _convert(file: Path, folder: Path) -> None:
         ) from error
     except (ValueError, KeyError, OSError, RuntimeError, NotImplementedError) as error:
         raise errors.UserError(
-            f"cannot load model {file}: transformers cannot read this GGUF file: {errors.first_line(error)}\n"
-            "give the model from which it was made"
+            f"cannot load model {file}: transformers cannot read this GGUF file: "
+            f"{errors.first_line(error)}\ngive the model from which it was made"
         ) from error
     model.config.name_or_path = file.stem
     model.save_pretrained(partial)

@@ -77,7 +77,8 @@ def chosen_sink_logits(
 def native_sinks_error() -> UserError:
     """Make the error for learned sinks that would be added to those of the model."""
     return UserError(
-        "this model has learned sinks of its own ('s_aux'), which training adapts: leave out branch.sinks: learned"
+        "this model has learned sinks of its own ('s_aux'), which training adapts: leave out "
+        "branch.sinks: learned"
     )
 
 
@@ -85,6 +86,6 @@ def refuse_learned_sinks(sink_logits: torch.Tensor | None) -> None:
     """Raise ``UserError`` for learned sinks, in an observer that would ignore them."""
     if sink_logits is not None:
         raise UserError(
-            "this model has learned sinks ('s_aux'), which this measurement of attention weights does not compute: "
-            "choose another signal, such as add-one-head"
+            "this model has learned sinks ('s_aux'), which this measurement of attention weights "
+            "does not compute: choose another signal, such as add-one-head"
         )

@@ -66,8 +66,9 @@ def _check_layout_file(folder: Path, config: object, what: str) -> None:
         return
     if Layout.read(folder / FILE).content_hash != layout.content_hash:
         raise UserError(
-            f"{what}: its {FILE} has another layout than section 'spkv' of its config.json, which would be loaded\n"
-            "one of them was exchanged: export the model again, or copy both files from the same export"
+            f"{what}: its {FILE} has another layout than section 'spkv' of its config.json, which "
+            "would be loaded\none of them was exchanged: export the model again, or copy both "
+            "files from the same export"
         )
 
 
@@ -120,7 +121,8 @@ def _hook_saved_layers(
         source = model.get_submodule(source_name) if source_name in names[:index] else layer
         if source is layer or attention.layer_source(source) is not source:
             raise UserError(
-                f"section 'spkv' of the config: layer {name!r} reads no earlier layer with keys of its own"
+                f"section 'spkv' of the config: layer {name!r} reads no earlier layer with keys of "
+                "its own"
             )
         state = attention.layer_state(source)
         state.num_readers += 1

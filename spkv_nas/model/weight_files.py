@@ -40,7 +40,9 @@ _FOREIGN = {
     "*.gguf": "GGUF, the format of llama.cpp",
     "**/*.onnx": "ONNX",
     "model_index.json": "that of a pipeline of diffusers",
-    "trainer_state.json": "that of a trainer's checkpoint, into which the model's config must be copied",
+    "trainer_state.json": (
+        "that of a trainer's checkpoint, into which the model's config must be copied"
+    ),
 }
 _TOKENIZER = re.compile(
     r"(tokenizer|vocab|merges|special_tokens_map|added_tokens|chat_template|tekken)[\w.-]*\.(json|txt|bpe|jinja)"
@@ -76,7 +78,8 @@ def check_files(folder: Path) -> list[Path]:
     missing = [file.name for file in files if not file.is_file()]
     if missing:
         raise UserError(
-            f"index of weights {index} names {missing[0]}, which does not exist: the checkpoint is incomplete"
+            f"index of weights {index} names {missing[0]}, which does not exist: the checkpoint is "
+            "incomplete"
         )
     return files
 
@@ -91,7 +94,8 @@ def check_headers(files: Sequence[Path]) -> None:
                 pass
         except Exception as error:  # of safetensors, or of the system
             raise UserError(
-                f"weights {file} are damaged or truncated: {first_line(error)}\ncopy or download the file again"
+                f"weights {file} are damaged or truncated: {first_line(error)}\ncopy or download "
+                "the file again"
             ) from error
 
 
@@ -105,7 +109,8 @@ def weight_names(folder: Path) -> tuple[str, ...]:
         return FILE, INDEX
     if not isinstance(name, str) or _SHARD.fullmatch(name.removesuffix(INDEX_ENDING)) is None:
         raise UserError(
-            f"config {folder / 'config.json'}: 'transformers_weights' must name a .safetensors file beside it"
+            f"config {folder / 'config.json'}: 'transformers_weights' must name a .safetensors file"
+            " beside it"
         )
     return (name,)
 
@@ -140,8 +145,10 @@ def adapter_message(name: str, config: Path) -> str:
     """Return the error message for an adapter that is given as a model; ``config`` is its file ``ADAPTER``."""
     base = read_json(config, "adapter config").get("base_model_name_or_path")
     return (
-        f"model {name} is an adapter of PEFT for {base or 'a base model'}: merge it, and give the result's folder\n"
-        "AutoPeftModelForCausalLM.from_pretrained(ADAPTER).merge_and_unload().save_pretrained(FOLDER), of peft"
+        f"model {name} is an adapter of PEFT for {base or 'a base model'}: merge it, and give the "
+        "result's "
+        "folder\nAutoPeftModelForCausalLM.from_pretrained(ADAPTER).merge_and_unload().save_pretrained(FOLDER),"
+        " of peft"
     )
 
 
@@ -161,7 +168,8 @@ def index_names(index: Path) -> list[str]:
     for name in names:
         if _SHARD.fullmatch(name) is None:
             raise UserError(
-                f"{source} names {name[:100]!r}, which is not a .safetensors file in the same folder"
+                f"{source} names {name[:100]!r}, which is not a .safetensors file in the same "
+                "folder"
             )
     return names
 
@@ -170,10 +178,14 @@ def _no_weights(folder: Path) -> str:
     """Build the error message for a folder without safetensors files."""
     pickled = next((name for name in _PICKLED if (folder / name).is_file()), None)
     if pickled is None:
-        return f"cannot load model {folder}: it has no weights ({FILE}, or {INDEX} with shards){_format(folder)}"
+        return (
+            f"cannot load model {folder}: it has no weights ({FILE}, or {INDEX} with "
+            f"shards){_format(folder)}"
+        )
     return (
-        f"model {folder} has its weights in {pickled}, a pickle, which can run code when it is read\n"
-        "convert it where you trust it: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)"
+        f"model {folder} has its weights in {pickled}, a pickle, which can run code when it is "
+        "read\nconvert it where you trust it: "
+        "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)"
     )
 
 
@@ -295,8 +307,9 @@ def save_tokenizer(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
         kind, changed = _changes(tokenizer, folder)
     if changed:
         raise UserError(
-            f"tokenizer {tokenizer.name_or_path} cannot be saved: with this model transformers loads it as {kind}, "
-            f"which changes its {', '.join(changed)}\ntake a tokenizer of that class, or a model of another type"
+            f"tokenizer {tokenizer.name_or_path} cannot be saved: with this model transformers "
+            f"loads it as {kind}, which changes its {', '.join(changed)}\ntake a tokenizer of that "
+            "class, or a model of another type"
         )
 
 

@@ -86,8 +86,9 @@ class Constraints:
                 settings[name] = True
             else:
                 raise UserError(
-                    f"--constraint '{text}': expected min-per-layer=N, max-per-layer=N, global-layers=0,20, "
-                    "local-layers=3-5, uniform, max-windows=2 or windows=128,512"
+                    f"--constraint '{text}': expected min-per-layer=N, max-per-layer=N, "
+                    "global-layers=0,20, local-layers=3-5, uniform, max-windows=2 or "
+                    "windows=128,512"
                 )
         return cls(
             min_per_layer=settings.get("min-per-layer"),
@@ -121,7 +122,8 @@ class Constraints:
         wrong = native & set(self.global_layers)
         if wrong:
             raise UserError(
-                f"global-layers: layer {min(wrong)} has a native sliding window, beyond which the model cannot attend"
+                f"global-layers: layer {min(wrong)} has a native sliding window, beyond which the "
+                "model cannot attend"
             )
         return replace(self, local_layers=tuple(sorted(native | set(self.local_layers))))
 
@@ -160,7 +162,8 @@ class Constraints:
                 )
         if (self.min_per_layer or 0) > num_kv_heads:
             raise UserError(
-                f"min-per-layer={self.min_per_layer} is more than the {num_kv_heads} KV heads of a layer"
+                f"min-per-layer={self.min_per_layer} is more than the {num_kv_heads} KV heads of a "
+                "layer"
             )
 
 
@@ -198,9 +201,9 @@ def read_head_costs(path: Path, table: HeadScores) -> Float:
         is_known = bool((head < np.array(table.heads_per_layer)[layer]).all())
     if len(rows) != table.num_heads or not is_known:
         raise UserError(
-            f"head costs {path}: the file has {len(rows)} rows, up to layer {int(layer.max())} and KV head "
-            f"{int(head.max())}\n"
-            f"it needs one row for every head of the density table '{table.name}', {grid_words(table.heads_per_layer)}"
+            f"head costs {path}: the file has {len(rows)} rows, up to layer {int(layer.max())} and "
+            f"KV head {int(head.max())}\nit needs one row for every head of the density table "
+            f"'{table.name}', {grid_words(table.heads_per_layer)}"
         )
     # Arrange the costs as a grid
     weights = np.full(table.grid, np.nan)
@@ -313,7 +316,8 @@ def _checked(
         return constraints
     if weights.shape != table.grid or not (weights[table.is_head] > 0).all():
         raise UserError(
-            f"weights must be above 0 and have shape {list(table.grid)}; found shape {list(weights.shape)}"
+            f"weights must be above 0 and have shape {list(table.grid)}; found shape "
+            f"{list(weights.shape)}"
         )
     return constraints
 

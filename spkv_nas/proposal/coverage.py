@@ -98,13 +98,13 @@ def _total(table: head_scores.HeadScores) -> float:
     total = float(table.density.sum())
     if total == 0.0 and not table.is_density:
         raise errors.UserError(
-            f"no score of table '{table.name}' is above 0, and coverage is a share of those that are\nto rank heads by "
-            "lower scores, subtract the lowest one from all"
+            f"no score of table '{table.name}' is above 0, and coverage is a share of those that "
+            "are\nto rank heads by lower scores, subtract the lowest one from all"
         )
     if total == 0.0:
         raise errors.UserError(
-            f"every head density of table '{table.name}' is 0 at tau = {table.tau:g}, so coverage is undefined\n"
-            "choose a smaller tau"
+            f"every head density of table '{table.name}' is 0 at tau = {table.tau:g}, so coverage "
+            "is undefined\nchoose a smaller tau"
         )
     return total
 
@@ -278,15 +278,24 @@ def caution(table: head_scores.HeadScores) -> str | None:
     if not (counts > 1).any():
         return f"no confidence interval available: '{table.name}' has only one document per domain"
     if _is_constant(documents, table.is_head):
-        return f"no confidence interval available: in every document of '{table.name}' all heads have the same score"
+        return (
+            f"no confidence interval available: in every document of '{table.name}' all heads have "
+            "the same score"
+        )
     # Explain what the intervals leave out
     if documents.num_documents < statistics.FEW_DOCUMENTS:
-        return f"confidence intervals based on only {documents.num_documents} documents are rough and likely too narrow"
+        return (
+            f"confidence intervals based on only {documents.num_documents} documents are rough and "
+            "likely too narrow"
+        )
     single = [name for name, count in zip(documents.domains, counts, strict=True) if count == 1]
     if not single:
         return None
     listed = ", ".join(single)
-    return f"confidence intervals do not cover the variation within domains of a single document: {listed}"
+    return (
+        "confidence intervals do not cover the variation within domains of a single document: "
+        f"{listed}"
+    )
 
 
 def _why_not_by_document(table: head_scores.HeadScores) -> str | None:
@@ -294,8 +303,8 @@ def _why_not_by_document(table: head_scores.HeadScores) -> str | None:
     if not table.is_density:
         return None
     return (
-        f"no confidence interval available: '{table.name}' has no per-document counts (run the probe again to "
-        "record them)"
+        f"no confidence interval available: '{table.name}' has no per-document counts (run the "
+        "probe again to record them)"
     )
 
 
@@ -366,8 +375,9 @@ class Certainty:
             chosen, excluded, undecided = beyond_doubt(probability)
             interval = f"coverage {self.interval(name)}; " if name in self.intervals else ""
             sentences.append(
-                f"{name}: {interval}of {len(self.curve)} heads, {chosen} are selected and {excluded} excluded in at "
-                f"least {level} of the resamples, {undecided} are undecided"
+                f"{name}: {interval}of {len(self.curve)} heads, {chosen} are selected and "
+                f"{excluded} excluded in at least {level} of the resamples, {undecided} are "
+                "undecided"
             )
         low, high = self.knee_interval
         sentences.append(

@@ -118,7 +118,8 @@ class ForeignScores:
         set_options = [f"--{name}" for name, value in options.items() if value is not None]
         if len(set_options) > 1:
             raise errors.UserError(
-                f"give only one of {', '.join(set_options)}: each of them determines which heads are global"
+                f"give only one of {', '.join(set_options)}: each of them determines which heads "
+                "are global"
             )
         for name, value in (("sparsity", sparsity), ("threshold", threshold)):
             if value is not None and not 0.0 <= value <= 1.0:
@@ -132,8 +133,9 @@ class ForeignScores:
         if threshold is None:
             if not self.is_mask:
                 raise errors.UserError(
-                    f"{self.source} holds scores between 0 and 1, so the global heads are not chosen yet\n"
-                    "give --budget N, --sparsity S or --threshold T (DuoAttention and PruLong use a threshold of 0.5)"
+                    f"{self.source} holds scores between 0 and 1, so the global heads are not "
+                    "chosen yet\ngive --budget N, --sparsity S or --threshold T (DuoAttention and "
+                    "PruLong use a threshold of 0.5)"
                 )
             threshold = 0.5
         return np.asarray(self.values >= threshold)
@@ -167,7 +169,8 @@ def read_scores(path: Path) -> ForeignScores:
     file = path / TSV_NAME if files.is_folder(path) else path
     if file.suffix != ".tsv":
         raise errors.UserError(
-            f"{path} is neither a layout (.yaml), nor head scores (.tsv, .csv), nor a folder with {TSV_NAME}"
+            f"{path} is neither a layout (.yaml), nor head scores (.tsv, .csv), nor a folder with "
+            f"{TSV_NAME}"
         )
     values = _read_values(file)
     config = _read_config(file.parent / CONFIG_NAME)
@@ -218,7 +221,8 @@ def _read_values(file: Path) -> arrays.Float:
     for number, cells in lines:
         if len(cells) != len(first_cells):
             raise errors.UserError(
-                f"{where}, line {number}: expected {len(first_cells)} values, as in the first line; found {len(cells)}"
+                f"{where}, line {number}: expected {len(first_cells)} values, as in the first line;"
+                f" found {len(cells)}"
             )
     values = []
     for number, cells in lines:
@@ -254,7 +258,8 @@ def _read_config(file: Path) -> dict[str, int]:
         if type(value) is not int or not _SIZE_KEYS[key] <= value <= limits.MAX_WINDOW:
             shown = errors.shortened(repr(value), 40)
             raise errors.UserError(
-                f"config {file}: '{key}' must be a whole number of at least {_SIZE_KEYS[key]}; found {shown}"
+                f"config {file}: '{key}' must be a whole number of at least {_SIZE_KEYS[key]}; "
+                f"found {shown}"
             )
     return sizes
 
@@ -374,8 +379,8 @@ def _target_files(target: Path) -> list[Path]:
         target_files = [target, target.parent / CONFIG_NAME]
     elif target.suffix[1:].isalpha() and not target.is_dir():
         raise errors.UserError(
-            f"{target}: unknown output format; name a .yaml file (layout), a .tsv file (PruLong mask) or a folder "
-            "(DuoAttention)"
+            f"{target}: unknown output format; name a .yaml file (layout), a .tsv file (PruLong "
+            "mask) or a folder (DuoAttention)"
         )
     else:
         target_files = [target / TSV_NAME, target / CONFIG_NAME]

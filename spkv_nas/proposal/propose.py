@@ -97,8 +97,8 @@ def layout_by(
     is_mask = chosen.dtype == np.bool_ and chosen.shape == candidates.grid
     if not is_mask or (chosen & ~candidates.is_head).any():
         raise UserError(
-            f"the strategy '{strategy.name}' must return a bool mask of shape {list(candidates.grid)}; "
-            f"it returned {chosen.dtype} of shape {list(chosen.shape)}"
+            f"the strategy '{strategy.name}' must return a bool mask of shape "
+            f"{list(candidates.grid)}; it returned {chosen.dtype} of shape {list(chosen.shape)}"
         )
     # Place its choice in the grid of the whole model
     mask = np.zeros(table.grid, dtype=np.bool_)
@@ -162,7 +162,8 @@ def resolve_tau(table: HeadScores, tau: str | None, budget: int | str | None) ->
         return table
     if not table.is_density:
         raise UserError(
-            f"--tau applies to densities only, but '{table.name}' holds scores of signal {table.signal}"
+            f"--tau applies to densities only, but '{table.name}' holds scores of signal "
+            f"{table.signal}"
         )
     # Match the mean density to the budget
     if tau == MATCH_BUDGET:
@@ -188,8 +189,8 @@ def unmatched(table: HeadScores, budget: int | str | None) -> str | None:
     if table.histogram is None:
         reason = "the only recorded threshold does not give"
     return (
-        f"'{table.name}': {reason} a mean density equal to the budget's share of heads, {share:.2f}; using tau "
-        f"{table.tau:g}, where the mean density is {table.mean:.2f}"
+        f"'{table.name}': {reason} a mean density equal to the budget's share of heads, "
+        f"{share:.2f}; using tau {table.tau:g}, where the mean density is {table.mean:.2f}"
     )
 
 
@@ -200,12 +201,12 @@ def layer_advice(table: HeadScores, granularity: str) -> str | None:
         return None
     if measured == "mixed":
         return (
-            f"'{table.name}' measured single heads only in the layers with the largest gains; in the other layers all "
-            "heads of a layer have equal scores"
+            f"'{table.name}' measured single heads only in the layers with the largest gains; in "
+            "the other layers all heads of a layer have equal scores"
         )
     return (
-        f"'{table.name}' was measured for whole layers, so all heads of a layer have equal scores: choose whole layers "
-        "with --granularity layer"
+        f"'{table.name}' was measured for whole layers, so all heads of a layer have equal scores: "
+        "choose whole layers with --granularity layer"
     )
 
 
@@ -218,15 +219,16 @@ def price_advice(table: HeadScores, budget: int | str | None) -> str | None:
     priced = table.record.target_density
     if priced is not None and _is_far(share / priced):
         return (
-            f"the gates were trained to keep {priced:.0%} of the keys, but the budget is {share:.0%} of the heads: "
-            f"probe again with --budget {share:.0%}, or retrain with gates.target_density: {share:.2g} in the recipe"
+            f"the gates were trained to keep {priced:.0%} of the keys, but the budget is "
+            f"{share:.0%} of the heads: probe again with --budget {share:.0%}, or retrain with "
+            f"gates.target_density: {share:.2g} in the recipe"
         )
     # Compare with the budget that the scores were learned for
     learned_for = table.record.budget
     if learned_for is not None and _is_far(share * table.num_heads / learned_for):
         return (
-            f"'{table.name}' was learned for {learned_for} global heads, but the budget is {share:.0%} of "
-            f"{table.num_heads}: probe again with --budget {share:.0%}"
+            f"'{table.name}' was learned for {learned_for} global heads, but the budget is "
+            f"{share:.0%} of {table.num_heads}: probe again with --budget {share:.0%}"
         )
     return None
 
@@ -251,8 +253,8 @@ def tie_advice(table: HeadScores, budget: int) -> str | None:
     is_tied = values == first_other
     num_chosen = int(is_tied[order[:budget]].sum())
     return (
-        f"{int(is_tied.sum())} heads are tied at a score of {first_other:.4g}, and the budget includes only "
-        f"{num_chosen} of them: those of the lowest layers, an arbitrary choice"
+        f"{int(is_tied.sum())} heads are tied at a score of {first_other:.4g}, and the budget "
+        f"includes only {num_chosen} of them: those of the lowest layers, an arbitrary choice"
     )
 
 
@@ -260,7 +262,10 @@ def default_window(table: HeadScores, window: int | None) -> str | None:
     """Warn that layouts use the default window because neither the table nor the caller sets one."""
     if window is not None or table.window is not None:
         return None
-    return f"'{table.name}' does not record a window: using {DEFAULT_WINDOW} tokens; give --window W for another"
+    return (
+        f"'{table.name}' does not record a window: using {DEFAULT_WINDOW} tokens; give --window W "
+        "for another"
+    )
 
 
 def tau_advice(table: HeadScores, budget: int | str | None) -> str | None:
@@ -269,7 +274,8 @@ def tau_advice(table: HeadScores, budget: int | str | None) -> str | None:
     if table.histogram is None or table.mean < _MIN_TIE_RATIO * share:
         return None
     return (
-        f"mean density {table.mean:.2f} at tau {table.tau:g} is {table.mean / share:.1f} times the budget's share of "
-        f"heads ({share:.2f}): many heads keep nearly all keys, so which of them the budget includes is almost random. "
-        f"Use --tau {MATCH_BUDGET}, the threshold whose mean density equals that share"
+        f"mean density {table.mean:.2f} at tau {table.tau:g} is {table.mean / share:.1f} times the "
+        f"budget's share of heads ({share:.2f}): many heads keep nearly all keys, so which of them "
+        f"the budget includes is almost random. Use --tau {MATCH_BUDGET}, the threshold whose mean "
+        "density equals that share"
     )

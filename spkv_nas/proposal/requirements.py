@@ -65,7 +65,8 @@ class Requirements:
             return False
         if tau == MATCH_BUDGET:
             raise UserError(
-                f"--tau {MATCH_BUDGET} needs a single budget; with several, give the threshold as a number"
+                f"--tau {MATCH_BUDGET} needs a single budget; with several, give the threshold as a"
+                " number"
             )
         if self.head_costs is not None or self.kv_bytes is not None:
             option = "--head-costs" if self.head_costs is not None else "--memory"
@@ -105,8 +106,8 @@ class Requirements:
         for fact, value in cache_facts.items():
             if value is None:
                 raise UserError(
-                    f"the probe '{table.name}' does not record the model's {fact}, which the memory depends on\n"
-                    "probe the model with this version, or leave out --context"
+                    f"the probe '{table.name}' does not record the model's {fact}, which the memory"
+                    " depends on\nprobe the model with this version, or leave out --context"
                 )
         return cache_facts
 
@@ -126,14 +127,14 @@ class Requirements:
         full = cost.full(table.num_heads)
         if self.kv_bytes is not None and memory_bytes(self.kv_bytes, cost, table.num_heads) >= full:
             sentences.append(
-                f"full attention takes {format_bytes(full)} at {cost.context:,} tokens x {cost.batch}, which fits in "
-                f"{self.kv_bytes}: no head has to be local"
+                f"full attention takes {format_bytes(full)} at {cost.context:,} tokens x "
+                f"{cost.batch}, which fits in {self.kv_bytes}: no head has to be local"
             )
         positions = table.record.positions
         if positions is not None and cost.context > positions:
             sentences.append(
-                f"{cost.context:,} tokens are {cost.context / positions:.3g} times the model's context of "
-                f"{positions:,}: nothing says what any layout loses there"
+                f"{cost.context:,} tokens are {cost.context / positions:.3g} times the model's "
+                f"context of {positions:,}: nothing says what any layout loses there"
             )
         return sentences
 
@@ -307,8 +308,9 @@ class Requirements:
             what = f"in {serving.engine.title}"
             settings = f"{serving.words}, "
         sentence = (
-            f"{room}{used} {what} at {cost.context:,} tokens x {cost.batch}, {settings}head dimension {cost.head_dim}, "
-            f"{cost.dtype}; {full} with all heads global, {local} with all heads local"
+            f"{room}{used} {what} at {cost.context:,} tokens x {cost.batch}, {settings}head "
+            f"dimension {cost.head_dim}, {cost.dtype}; {full} with all heads global, {local} with "
+            "all heads local"
         )
         # Mention further heads that take no more memory
         larger = self.max_heads_same_memory(table, num_global, window)
@@ -354,7 +356,8 @@ def _parse_weight(budget: int | str | None, total: float) -> float:
         limit = float(text[:-1]) / 100 * total if text.endswith("%") else float(text)
     except ValueError as error:
         raise UserError(
-            "--head-costs needs --budget in the unit of the costs, such as 12.5, or as a share, such as 25%"
+            "--head-costs needs --budget in the unit of the costs, such as 12.5, or as a share, "
+            "such as 25%"
         ) from error
     if not 0 < limit <= total * (1 + 1e-9):
         raise UserError(

@@ -78,8 +78,10 @@ def loss_memory_chart(evidence: Sequence[Evidence], verdict: Verdict) -> Chart |
         x,
         y,
         tuple(_loss_memory_marks(points, chosen, y)),
-        note="Vertical lines are intervals that hold at any time; an end that is not known is left out. The ring marks "
-        "the chosen layout.",
+        note=(
+            "Vertical lines are intervals that hold at any time; an end that is not known is left "
+            "out. The ring marks the chosen layout."
+        ),
         height=300.0,
     )
 
@@ -170,7 +172,10 @@ def position_chart(verdict: Verdict) -> Chart | None:
         chart.name_axis("Tokens of its own text before a token, from", names),
         chart.round_axis("Rise of the NLL, %", min(0.0, *losses), max(0.0, *losses), padded=True),
         (Line(places, losses), Points(places, losses, tips=tips)),
-        note=f"Of {verdict.layout.name}, on the documents of its verdict; each point covers positions up to the next.",
+        note=(
+            f"Of {verdict.layout.name}, on the documents of its verdict; each point covers "
+            "positions up to the next."
+        ),
         height=300.0,
     )
 

@@ -33,13 +33,19 @@ _NAMES = {FULL_ATTENTION: "full-attention, the control", DENSE: "dense, as it is
 _RESULT_TERMS = {
     "control": (
         "Control",
-        "Full attention, retrained like the layouts: what differs from it is due to the layout, not to retraining.",
+        (
+            "Full attention, retrained like the layouts: what differs from it is due to the layout,"
+            " not to retraining."
+        ),
     ),
     "dense": ("Dense model as it is", "The checkpoint before any retraining."),
     "delta": (
         "Δ NLL",
-        "Change of the negative log-likelihood per token on held-out text, in percent, against the dense model as "
-        "it is or the control, as said beside it; lower is better. ± is one standard error over documents.",
+        (
+            "Change of the negative log-likelihood per token on held-out text, in percent, against "
+            "the dense model as it is or the control, as said beside it; lower is better. ± is one "
+            "standard error over documents."
+        ),
     ),
 }
 
@@ -256,7 +262,8 @@ def search_findings(inputs: ReportInputs) -> list[str]:
     if not all(mode.is_rankable for mode in retrained):
         return []
     return [
-        f"Rank correlation of {pair} over {correlation['layouts']} layouts: {_with_uncertainty(correlation)}."
+        f"Rank correlation of {pair} over {correlation['layouts']} layouts: "
+        f"{_with_uncertainty(correlation)}."
         for pair, correlation in correlations(rows).items()
         if correlation is not None
     ]
@@ -295,28 +302,42 @@ def glossary(
         "measure": (measure.title, measure.meaning),
         "window": (
             "Window",
-            f"Number of most recent keys that a local KV head sees, the query's own included{window}.",
+            (
+                "Number of most recent keys that a local KV head sees, the query's own "
+                f"included{window}."
+            ),
         ),
         "layout": (
             "Layout",
-            f"For each KV head: global (sees all earlier keys), or local (sees {sinks}its window only).",
+            (
+                f"For each KV head: global (sees all earlier keys), or local (sees {sinks}its "
+                "window only)."
+            ),
         ),
         "letters": (
             "Letters of a layout",
-            "G is a global head; L, M, N and so on are local heads by their windows, the narrowest first"
-            f"{letters}.",
+            (
+                "G is a global head; L, M, N and so on are local heads by their windows, the "
+                f"narrowest first{letters}."
+            ),
         ),
         "budget": ("Budget", "Number of global KV heads of a layout."),
         "coverage": (
             f"{measure.title} coverage",
-            f"Sum of {measure.noun}{clipping} over the global heads of a layout, as a share of the sum over all heads.",
+            (
+                f"Sum of {measure.noun}{clipping} over the global heads of a layout, as a share of "
+                "the sum over all heads."
+            ),
         ),
     }
     # Terms of gates
     if table.is_density:
         meaning = "A key is kept if its utility, which the gate predicts, is at least τ."
         if table.histogram:
-            meaning += " At thresholds other than the probe's, densities are interpolated from its histogram."
+            meaning += (
+                " At thresholds other than the probe's, densities are interpolated from its "
+                "histogram."
+            )
         terms["tau"] = ("Threshold τ", meaning)
     if inputs.comparison is not None or inputs.search is not None:
         terms |= _RESULT_TERMS

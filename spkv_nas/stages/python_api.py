@@ -37,7 +37,9 @@ _LEAST = {
 _REMEDIES = {
     "PreTrainedTokenizerBase": "spkv_nas.load returns the model's",
     "TokenBlocks": "make them with spkv_nas.build_blocks(texts, tokenizer)",
-    "Layout": "spkv_nas.propose returns layouts by name, of which choose one, such as layouts['densest']",
+    "Layout": (
+        "spkv_nas.propose returns layouts by name, of which choose one, such as layouts['densest']"
+    ),
     "HeadScores": "make them with HeadScores.from_array(values)",
     "DocumentNLL": "spkv_nas.evaluate(model, blocks).nll is one",
 }

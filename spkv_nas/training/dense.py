@@ -130,7 +130,10 @@ def new_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrained
                 _buildable(
                     {name: option for name, option in options.items() if name != key}, recipe
                 )
-                subject = f"{_about(recipe)}.{key}: no model can be built with {errors.shortened(repr(value), 160)}"
+                subject = (
+                    f"{_about(recipe)}.{key}: no model can be built with "
+                    f"{errors.shortened(repr(value), 160)}"
+                )
                 break
         raise errors.UserError(f"{subject}: {errors.first_line(error)}") from error
 

@@ -171,7 +171,10 @@ class Draft:
         memory = ""
         separator = ""
         if self.separator != AUTO:
-            separator = f"  separator: {files.yaml_line(self.separator)}            # what stands after a document\n"
+            separator = (
+                f"  separator: {files.yaml_line(self.separator)}            # what stands after a "
+                "document\n"
+            )
         if self.documents != JOINED:
             separator += (
                 f"  documents: {self.documents}         # tokens see only their own document\n"

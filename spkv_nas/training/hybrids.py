@@ -388,7 +388,10 @@ def compare_control(
     """
     # Measure the change, and judge it only on enough documents
     change = paired.paired_difference(control, dense)
-    measured = f"full attention retrained (the control) has {_amount(change)} NLL than the dense model as it is"
+    measured = (
+        f"full attention retrained (the control) has {_amount(change)} NLL than the dense model as "
+        "it is"
+    )
     if (number := control.num_documents) < ranking.MIN_DOCUMENTS:
         reporter.announce(
             f"{measured}, on {number} documents: too few to say whether retraining harms the model"
@@ -455,4 +458,7 @@ def remedy(recipe: Recipe) -> str:
 
 def _amount(change: paired.PairedDifference) -> str:
     """Format a change, such as "0.42 ± 0.08 % less"."""
-    return f"{abs(change.percent):.2f} ± {change.standard_error:.2f} % {'more' if change.percent > 0 else 'less'}"
+    return (
+        f"{abs(change.percent):.2f} ± {change.standard_error:.2f} % "
+        f"{'more' if change.percent > 0 else 'less'}"
+    )

@@ -347,10 +347,16 @@ class Planner:
         training = text.training(recipe.data)
         heldout = text.heldout(recipe.data)
         about = "about" if text.is_whole else "at least"
-        yield f"text: {about} {training:,} tokens to train on, {heldout:,} held out; {text.documents:,} documents"
+        yield (
+            f"text: {about} {training:,} tokens to train on, {heldout:,} held out; "
+            f"{text.documents:,} documents"
+        )
         batch = recipe.branch.batch_size * recipe.data.block_size
         if text.is_whole and training < batch:
-            yield f"that is less than one batch of {batch:,} tokens: give more text, or a smaller batch or block"
+            yield (
+                f"that is less than one batch of {batch:,} tokens: give more text, or a smaller "
+                "batch or block"
+            )
         elif text.is_whole and (epochs := recipe.branch.steps * batch / training) > 1:
             yield f"every run of {recipe.branch.steps} steps reads that text {epochs:.1f} times"
         # Time
@@ -360,7 +366,10 @@ class Planner:
             if cost.is_measured
             else "estimated by FLOPs, at half the speed of a matrix product,"
         )
-        yield f"time: {method} on {device_name(self.device)}, {cost.seconds(recipe.branch.batch_size):.2g} s a step"
+        yield (
+            f"time: {method} on {device_name(self.device)}, "
+            f"{cost.seconds(recipe.branch.batch_size):.2g} s a step"
+        )
         # Memory, if anything is left to train
         takes = units.format_bytes(needed)
         free = units.format_bytes(self.available)

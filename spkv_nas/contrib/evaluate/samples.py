@@ -87,7 +87,10 @@ class Checkpoint:
 
     def identity(self, mode: object) -> str:
         """Return a text of everything that answers depend on besides the questions, such as ``mode``: of its gates."""
-        return f"{checkpoint.checkpoint_hash(self.source)} {self.model.dtype} {fingerprint(self.tokenizer)} {mode}"
+        return (
+            f"{checkpoint.checkpoint_hash(self.source)} {self.model.dtype} "
+            f"{fingerprint(self.tokenizer)} {mode}"
+        )
 
     def hard(self) -> AbstractContextManager[Any]:
         """Return a context in which its gates, if any, are hard. Raises ``UserError`` for a threshold without gates."""

@@ -206,7 +206,10 @@ def recommend(
         first = next(iter(specification.starts.values()), None)
         if first is None:
             return None
-        reason = f"{number} documents are too few to rank layouts (at least {MIN_DOCUMENTS}): search on more text"
+        reason = (
+            f"{number} documents are too few to rank layouts (at least {MIN_DOCUMENTS}): search on "
+            "more text"
+        )
         return Recommendation(first, f"{reason}; {first.strategy} is the first start")
     # Find the best start, and the best of the others
     start = best_start(trials, specification.starts)
@@ -224,8 +227,8 @@ def recommend(
     change = paired.paired_difference(*evaluator.unseen([best.layout, start.layout]))
     errors = statistics.critical_errors(statistics.effective_number(tokens))
     result = (
-        f"the best start: {change.percent:+.3f} ± {change.standard_error:.3f} % of NLL without training, "
-        f"on {int((tokens > 0).sum())} documents that selected nothing"
+        f"the best start: {change.percent:+.3f} ± {change.standard_error:.3f} % of NLL without "
+        f"training, on {int((tokens > 0).sum())} documents that selected nothing"
     )
     if change.percent + errors * change.standard_error < 0:
         return Recommendation(best.named_layout, f"{best.name} beats {start.name}, {result}")

@@ -33,8 +33,10 @@ _CONTEXTS = (8_192, 32_768, 131_072)  # tokens whose memory the card lists
 _LICENCE = ("license", "license_name", "license_link")  # keys that the base model's card may have
 _TAGS = ["hybrid-attention", "sliding-window-attention", "spkv-nas"]
 _NOT_MEASURED = (
-    "Not measured for this card. `spkv-nas verdict DIR --against BASE_MODEL --data TEXT` measures what it loses "
-    "against full attention.",
+    (
+        "Not measured for this card. `spkv-nas verdict DIR --against BASE_MODEL --data TEXT` "
+        "measures what it loses against full attention."
+    ),
 )
 _CARD = """\
 ---
@@ -223,7 +225,10 @@ def _memory(hybrid: Hybrid, dtype: str) -> Iterable[str]:
         sizes = f"{units.format_bytes(full)} | {units.format_bytes(used)}"
         yield f"| {context:,}{mark} | {sizes} | {100 * used / full:.1f} % |"
     if most < _CONTEXTS[-1]:
-        yield f"\n\\* more than the {most:,} tokens that the model was made for (`max_position_embeddings`)"
+        yield (
+            f"\n\\* more than the {most:,} tokens that the model was made for "
+            "(`max_position_embeddings`)"
+        )
 
 
 def _usage(folder: Path, engines: Mapping[str, str], *, is_verified: bool) -> Iterable[str]:
@@ -243,7 +248,10 @@ def _usage(folder: Path, engines: Mapping[str, str], *, is_verified: bool) -> It
     yield f'model = AutoModelForCausalLM.from_pretrained("DIR"{code})'
     yield f'tokenizer = AutoTokenizer.from_pretrained("DIR"{code})\n```'
     if has_code:
-        yield "\nWith spkv-nas installed, `import spkv_nas` before these lines replaces the code in the folder."
+        yield (
+            "\nWith spkv-nas installed, `import spkv_nas` before these lines replaces the code in "
+            "the folder."
+        )
     command = serve_command(engines, "DIR")
     if command is not None:
         condition = ", with spkv-nas installed beside vLLM" if is_custom else ""
@@ -430,8 +438,9 @@ def _chosen(requested: Layout | None, saved: Layout | None, checkpoint: files.St
         return saved
     if saved is not None and saved.content_hash != requested.content_hash:
         warnings.warn(
-            f"checkpoint {checkpoint} is a hybrid whose weights were trained for another layout (hash {saved.hash}) "
-            f"than the one given ({requested.hash}): leave the layout out to export the hybrid as it is",
+            f"checkpoint {checkpoint} is a hybrid whose weights were trained for another layout "
+            f"(hash {saved.hash}) than the one given ({requested.hash}): leave the layout out to "
+            "export the hybrid as it is",
             stacklevel=3,
         )
     return requested

@@ -104,7 +104,8 @@ class _Hybrid:
         """Build the stock model, then describe the heads to its attention layers, in their order."""
         if config._attn_implementation not in (None, "sdpa", _ATTENTION):
             raise ValueError(
-                f"attn_implementation {config._attn_implementation!r} would ignore the layout: leave it out"
+                f"attn_implementation {config._attn_implementation!r} would ignore the layout: "
+                "leave it out"
             )
         config._attn_implementation = _ATTENTION
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]

@@ -73,8 +73,8 @@ def agreement(hybrid: target.Hybrid, folder: Path) -> str:
     reference = expected(hybrid.model, max([hybrid.layout.window, *hybrid.layout.windows.values()]))
     difference = check(folder, reference)
     return (
-        f"over {len(reference.tokens)} tokens in a process of its own its logits are the hybrid's to {difference:.0e} "
-        "of the largest"
+        f"over {len(reference.tokens)} tokens in a process of its own its logits are the hybrid's "
+        f"to {difference:.0e} of the largest"
     )
 
 
@@ -96,7 +96,8 @@ def compare(answer: torch.Tensor | str, hybrid: ReferenceLogits) -> float:
     difference = float((answer - hybrid.logits).abs().max() / hybrid.logits.abs().max())
     if not difference <= TOLERANCE:
         raise target.TargetError(
-            f"its logits in plain transformers differ by {difference:.2g} of the largest ({TOLERANCE:g} is allowed)"
+            f"its logits in plain transformers differ by {difference:.2g} of the largest "
+            f"({TOLERANCE:g} is allowed)"
         )
     return difference
 
@@ -110,7 +111,8 @@ def plain_answers(hybrids: dict[Path, ReferenceLogits]) -> list[torch.Tensor | s
     except OSError as error:
         raise errors.UserError(
             "the export could not be compared with plain transformers, so nothing was written: "
-            f"{errors.first_line(error)}\nfree disk space in {tempfile.gettempdir()}, or set TMPDIR to another folder"
+            f"{errors.first_line(error)}\nfree disk space in {tempfile.gettempdir()}, or set "
+            "TMPDIR to another folder"
         ) from error
 
 
@@ -165,14 +167,14 @@ def _run_program(arguments: list[str], folder: Path, seconds: float) -> None:
         )
     except subprocess.TimeoutExpired as error:
         raise errors.UserError(
-            f"the export was not compared with plain transformers within {seconds:.0f} s, so nothing was written\n"
-            "try again when the machine is less busy"
+            f"the export was not compared with plain transformers within {seconds:.0f} s, so "
+            "nothing was written\ntry again when the machine is less busy"
         ) from error
     # Report why it failed
     if process.returncode != 0:
         message = (process.stderr.strip().splitlines() or ["no message"])[-1]
         raise errors.UserError(
-            f"the export could not be compared with plain transformers, so nothing was written: its process ended with "
-            f"{process.returncode} ({message})\nit needs memory for one layer in float32, and disk space for "
-            "temporary files"
+            "the export could not be compared with plain transformers, so nothing was written: its "
+            f"process ended with {process.returncode} ({message})\nit needs memory for one layer "
+            "in float32, and disk space for temporary files"
         )

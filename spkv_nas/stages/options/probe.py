@@ -39,7 +39,10 @@ class ProbeOptions(DocumentOptions, Trains):
     sinks: flags.SinksOrAuto = flag.default(None, "auto")
     memory: flags.Memory = flag.default(
         None,
-        note="Replaces --budget, and chooses the window with the heads. Counted for sequences of --context tokens.",
+        note=(
+            "Replaces --budget, and chooses the window with the heads. Counted for sequences of "
+            "--context tokens."
+        ),
     )
     separator: flags.Separator = flag.default(None, "measured on the model")
     # Options of signals that the stage reads too

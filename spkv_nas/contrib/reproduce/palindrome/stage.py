@@ -236,9 +236,11 @@ def _train(
         * len(sequences)
         * float((1.0 / curve["tokens_per_second"]).mean()),
         "num_parameters": model.num_parameters(),
-        "hardware": f"CPU ({torch.backends.cpu.get_cpu_capability()}), {torch.get_num_threads()} threads"
-        if device == "cpu"
-        else torch.cuda.get_device_name(),
+        "hardware": (
+            f"CPU ({torch.backends.cpu.get_cpu_capability()}), {torch.get_num_threads()} threads"
+            if device == "cpu"
+            else torch.cuda.get_device_name()
+        ),
         "settings": asdict(settings),
         "environment": version.environment(),
     }
