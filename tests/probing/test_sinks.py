@@ -73,7 +73,12 @@ def planted_tiny(bias: float = planted.STRONG, **options: Any) -> Qwen2ForCausal
 def report(*by_position: Sequence[float], average: float = 0.0) -> SinkReport:
     """Make a report of one layer, one tuple of masses per head."""
     mass = np.array([by_position], dtype=np.float64)
-    return SinkReport(mass, mass.shape[1], average, (MassiveActivation(layer=0, ratio=5.0, channel=1, position=0),))
+    return SinkReport(
+        mass,
+        mass.shape[1],
+        average,
+        (MassiveActivation(layer=0, ratio=5.0, channel=1, position=0),),
+    )
 
 
 class TestMeasurement:
