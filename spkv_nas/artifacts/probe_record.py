@@ -5,7 +5,7 @@ shown on the page and written again.
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field, field_validator
 
@@ -110,7 +110,7 @@ class ProbeRecord(schema.Section):
         """Return a record of ``entries``; ``UserError``, naming ``where``, if one has another type or range."""
         return schema.validate(cls, dict(entries), where)
 
-    def entries(self) -> dict[str, Any]:
+    def entries(self) -> dict[str, object]:
         """Return the entries that were set, by name, in the order of the fields."""
         return self.model_dump(exclude_unset=True)
 

@@ -200,7 +200,7 @@ def named_hash(path: Path) -> str | None:
     return target.name if target.parent.name == "blobs" and _HEX.fullmatch(target.name) else None
 
 
-def _file_state(status: os.stat_result) -> dict[str, Any]:
+def _file_state(status: os.stat_result) -> dict[str, object]:
     """Return the size and timestamps for which a cached hash is valid."""
     return {"size": status.st_size, "mtime_ns": status.st_mtime_ns, "ctime_ns": status.st_ctime_ns}
 

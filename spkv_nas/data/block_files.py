@@ -71,7 +71,7 @@ def write_blocks(
     block_size: int,
     what: str,
     boundaries: Boundaries = PLAIN,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Write documents as blocks to the folder ``partial``, which ``publish`` completes; return their record.
 
     Documents come with their tokens int32 [tokens], marked as by ``Boundaries.ended``, and few are in memory at a time.

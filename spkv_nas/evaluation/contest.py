@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from transformers import PreTrainedModel
@@ -56,7 +55,7 @@ class Contest:
     ranked: tuple[TriedLayout, ...]
     passes: float  # cost in forward passes over the text
 
-    def record(self) -> dict[str, Any]:
+    def record(self) -> dict[str, object]:
         """Return the entries for a record: the layouts, and the name of the one to recommend."""
         rows = [tried.as_mapping() for tried in self.ranked]
         return {TRIED: rows, RECOMMENDED: self.best.name, "contest_passes": round(self.passes, 2)}

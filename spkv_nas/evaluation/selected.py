@@ -90,45 +90,53 @@ def find_selected(
     which layout is best.
     """
     near = list(near)
-    # Find the folders that may have files of documents
-    patterns = (
-        f"{kind}/{PATTERN}" for kind in ("probes/*", "layouts/*", "layouts/*/*", "reports/*")
-    )
-    in_workspace = dict.fromkeys(
-        file.parent for pattern in patterns for file in workspace.root.glob(pattern)
-    )
-    folders = [
-        *(folder for file in near for folder in (file.parent, file.parent.parent)),
-        *in_workspace,
-    ]
+    folders = _folders(workspace, near)
     equal = _provenances(workspace) if with_equal else {}
     by_record: dict[str, Selection] = {}
-    unknown = []
     # Add what checkpoints were trained on
     for folder in near:
         for file in folder.glob(PATTERN):
             trained_on = read_selection(file.stem.removeprefix(f"{SELECTION}-"), [folder])
-            by_record["training"] = by_record.get("training", frozenset()) | (
-                trained_on or frozenset()
-            )
-    # Collect what may have selected each layout
+            _merge(by_record, "training", trained_on or frozenset())
+    # Merge what selected each layout, and remember layouts whose documents are not fully known
+    unknown = []
     for name, layout in layouts.items():
-        origins = [layout.provenance, *equal.get(layout.content, ())]
-        evidence: list[tuple[str, object]] = [
-            (f"probe {origin['probe']}", origin.get(SELECTION))
-            for origin in origins
-            if "probe" in origin
-        ]
+        evidence = _probes([layout.provenance, *equal.get(layout.content, ())])
         evidence += _comparisons(workspace, layout, with_scores=with_scores)
-        selections = [read_selection(selection, folders) for _, selection in evidence]
-        # Merge the documents of each source
-        for (record, _), selection in zip(evidence, selections, strict=True):
-            if selection is not None:
-                by_record[record] = by_record.get(record, frozenset()) | selection
-        # Remember layouts whose documents are not fully known
-        if not evidence or None in selections:
+        is_known = bool(evidence)
+        for record, selection_digest in evidence:
+            selection = read_selection(selection_digest, folders)
+            if selection is None:
+                is_known = False
+            else:
+                _merge(by_record, record, selection)
+        if not is_known:
             unknown.append(name)
     return Selected(by_record, tuple(unknown))
+
+
+def _merge(by_record: dict[str, Selection], record: str, selection: Selection) -> None:
+    """Add documents to those of a record."""
+    by_record[record] = by_record.get(record, frozenset()) | selection
+
+
+def _folders(workspace: Workspace, near: Iterable[Path]) -> list[Path]:
+    """Return the folders that may have files of documents: those near layout files, and those of results."""
+    in_workspace: dict[Path, None] = {}
+    for kind in ("probes/*", "layouts/*", "layouts/*/*", "reports/*"):
+        for file in workspace.root.glob(f"{kind}/{PATTERN}"):
+            in_workspace[file.parent] = None
+    near_files = [folder for file in near for folder in (file.parent, file.parent.parent)]
+    return [*near_files, *in_workspace]
+
+
+def _probes(origins: Iterable[Mapping[str, Any]]) -> list[tuple[str, object]]:
+    """Return the probes in provenances, for people, each with the digest of its documents."""
+    return [
+        (f"probe {origin['probe']}", origin.get(SELECTION))
+        for origin in origins
+        if "probe" in origin
+    ]
 
 
 def probe_of(workspace: Workspace, layouts: Iterable[Layout]) -> str | None:

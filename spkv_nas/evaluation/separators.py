@@ -58,7 +58,7 @@ class SeparatorReport:
             return 0.0
         return 100.0 * (self.nll.get(self.best, math.nan) / self.alone - 1.0)
 
-    def as_mapping(self) -> dict[str, Any]:
+    def as_mapping(self) -> dict[str, object]:
         """Return the entries for a record."""
         record: dict[str, Any] = {"best": self.best}
         if self.documents != config.JOINED:

@@ -142,7 +142,7 @@ def _empty(native: type[PreTrainedConfig]) -> PreTrainedConfig:
     return config
 
 
-def _custom_content(content: dict[str, Any]) -> dict[str, Any]:
+def _custom_content(content: dict[str, Any]) -> dict[str, object]:
     """Convert the content of ``config.json`` to our type; return it unchanged if it has no section (any more)."""
     if CUSTOM_MODEL_TYPE not in content:
         return content
@@ -177,7 +177,7 @@ def _layers_key(text: Mapping[str, Any]) -> str:
     return usual_key
 
 
-def _with_layers(content: dict[str, Any], key: str, value: object) -> dict[str, Any]:
+def _with_layers(content: dict[str, Any], key: str, value: object) -> dict[str, object]:
     """Return a copy with another number of layers, which vision-language models have in their text config."""
     text = content.get(_TEXT)
     if text:

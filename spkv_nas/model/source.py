@@ -9,7 +9,6 @@ import re
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from spkv_nas.base.assets import EMBEDDED, EMBEDDED_PREFIX
 from spkv_nas.base.errors import UserError, first_line
@@ -87,7 +86,7 @@ def config_path(path_or_id: str) -> Path:
     return config_folder(path_or_id) if path is None else path
 
 
-def read_model_config(file: Path) -> dict[str, Any]:
+def read_model_config(file: Path) -> dict[str, object]:
     """Read a model's ``config.json``. Raises ``UserError`` if it is damaged, or of a model that cannot be loaded."""
     content = read_json(file, "config")
     quantization = content.get("quantization")

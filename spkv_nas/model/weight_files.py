@@ -325,7 +325,7 @@ def _changes(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> tuple[str, l
     return type(loaded).__name__, changed
 
 
-def _behaviour(tokenizer: "PreTrainedTokenizerBase") -> dict[str, Any]:
+def _behaviour(tokenizer: "PreTrainedTokenizerBase") -> dict[str, object]:
     """Return by name what determines a tokenizer's results, except the padding and truncation of its latest call."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     behaviour: dict[str, Any] = {} if backend is None else json.loads(backend.to_str())

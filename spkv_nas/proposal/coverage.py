@@ -111,7 +111,7 @@ def _total(table: head_scores.HeadScores) -> float:
 
 def provenance(
     table: head_scores.HeadScores, layout: Layout, budget: float, seed: int | None = None
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return the provenance to record in a layout file: probe, budget, coverage, threshold, seed, version."""
     origin: dict[str, Any] = {
         "probe": table.name,

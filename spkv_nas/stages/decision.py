@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 from rich.text import Text
@@ -180,7 +179,7 @@ def _text(
     return text, circumstances
 
 
-def origin(options: DecisionOptions, compared: Compared) -> dict[str, Any]:
+def origin(options: DecisionOptions, compared: Compared) -> dict[str, object]:
     """Return what the records of both commands say: the candidates, the risk, the text, and what was left out."""
     dense = checkpoint.model_origin(options.model)
     data = None
@@ -209,7 +208,7 @@ def origin(options: DecisionOptions, compared: Compared) -> dict[str, Any]:
 
 def _layout_record(
     candidate: Contender, layout: Layout, kv_cache_percent: float | None
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return the record of a candidate's layout."""
     return {
         "heads": layout.words,
@@ -227,7 +226,7 @@ def percent(compared: Compared, name: str) -> float | None:
 
 def shared_document(
     compared: Compared, outcome: Outcome, sentences: Sequence[str]
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return what ``--json`` prints of both commands; ``sentences`` may have markup."""
     return {
         "name": compared.name,

@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from spkv_nas.artifacts import defaults, gate_config, shape
 from spkv_nas.base import console, limits, progress, units
@@ -198,7 +197,7 @@ def _time(stage: StageCost) -> str:
     return "< 1 s" if stage.seconds < 1 else units.format_seconds(stage.seconds)
 
 
-def document(result: Forecast) -> dict[str, Any]:
+def document(result: Forecast) -> dict[str, object]:
     """Return memory, tokens, FLOPs and time of every stage."""
     stages = [
         {**vars(stage), "bytes": stage.memory.total, "fits": stage.fits} for stage in result.stages

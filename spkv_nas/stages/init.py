@@ -6,7 +6,6 @@ import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from spkv_nas.artifacts import comparison, defaults, layout
 from spkv_nas.base import assets, console, device, errors, files, names, progress, units
@@ -176,6 +175,6 @@ def show(file: Path, plan: run_plan.Plan) -> None:
     console.print_path("recipe", file)
 
 
-def document(file: Path, plan: run_plan.Plan) -> dict[str, Any]:
+def document(file: Path, plan: run_plan.Plan) -> dict[str, object]:
     """Return the recipe's path and the plan of its runs."""
     return {"recipe": file, "plan": dry_run.document_runs(plan)}

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from rich.text import Text
 
@@ -31,7 +30,7 @@ def print_grid(rows: Sequence[str], notes: Sequence[str]) -> None:
         out.print(Text.assemble(f"{layer:>4}  ", *marks, f"  {note}".rstrip()), soft_wrap=True)
 
 
-def heads_document(layout: Layout) -> dict[str, Any]:
+def heads_document(layout: Layout) -> dict[str, object]:
     """Return a layout's heads, counts and provenance."""
     return {
         "heads": layout.heads,
@@ -70,7 +69,7 @@ def _show(shown: list[Shown]) -> None:
         print_grid(layout.heads, counts)
 
 
-def _document(shown: list[Shown]) -> dict[str, Any]:
+def _document(shown: list[Shown]) -> dict[str, object]:
     layouts = [
         {"file": file, **heads_document(layout), "coverage": covered}
         for file, layout, covered in shown
@@ -102,7 +101,7 @@ def _show_difference(files: Sequence[Path], compared: Compared) -> None:
         print_grid(delta.marks, [""] * len(delta.marks))
 
 
-def _difference_document(compared: Compared) -> dict[str, Any]:
+def _difference_document(compared: Compared) -> dict[str, object]:
     first, second, delta = compared
     return {
         "same": first.hash == second.hash,

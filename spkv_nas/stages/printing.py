@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.base.console import Table, caution, escape, out
@@ -60,7 +59,7 @@ def about_selection(number: int, selected_by: Sequence[str]) -> None:
         )
 
 
-def identification(table: HeadScores) -> dict[str, Any]:
+def identification(table: HeadScores) -> dict[str, object]:
     """Return what identifies a table of head scores."""
     return {
         "name": table.name,

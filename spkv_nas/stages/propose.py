@@ -391,7 +391,7 @@ def show_budgets(result: BudgetsResult) -> None:
     console.print_path("layouts", result.folder / "budgets")
 
 
-def document(result: ProposalResult) -> dict[str, Any]:
+def document(result: ProposalResult) -> dict[str, object]:
     """Return the proposed layouts by coverage, with their confidence intervals, advice and trust."""
     answer = result.answer
     return {
@@ -406,7 +406,7 @@ def document(result: ProposalResult) -> dict[str, Any]:
     }
 
 
-def budgets_document(result: BudgetsResult) -> dict[str, Any]:
+def budgets_document(result: BudgetsResult) -> dict[str, object]:
     """Return every row of a budget curve, and its knee."""
     curve = result.curve
     return {

@@ -108,7 +108,7 @@ def _snapshot(model: "PreTrainedModel | None") -> "Snapshot | None":
 
 
 @cache
-def _kinds(function: Callable[..., object]) -> dict[str, Any]:
+def _kinds(function: Callable[..., object]) -> dict[str, object]:
     """Return the types of a function's parameters by name."""
     try:
         return get_type_hints(function)

@@ -34,7 +34,7 @@ _PATHS = ("model", "data", "recipe")
 _ADD_ONE_HEAD = "add-one-head"  # signal whose values are gains
 
 
-def recorded(options: probe.ProbeOptions) -> dict[str, Any]:
+def recorded(options: probe.ProbeOptions) -> dict[str, object]:
     """Return the options to write to ``probe.yaml``: those not at their defaults, with absolute paths."""
     content: dict[str, Any] = {}
     for field in fields(options):

@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base import console, progress, units
@@ -138,7 +137,7 @@ def _token_bytes(served: ServedCache, layer: LayerCache) -> int:
     return int(layer.token_numbers * item_bytes)
 
 
-def document(served: ServedCache) -> dict[str, Any]:
+def document(served: ServedCache) -> dict[str, object]:
     """Return the sizes of all plans, by what layers keep, and what they assume."""
     rows = []
     for name, planned in served.plans.items():

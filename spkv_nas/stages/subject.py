@@ -530,7 +530,7 @@ def load(options: InDtype, source: str, reporter: Reporter) -> Loaded:
 
 def measured_on(
     subject: Subject, measured: Measured, nll: paired.DocumentNLL, **more: Any
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return the record of what a table was measured on, for the file beside it."""
     from spkv_nas.model.checkpoint import model_origin
 

@@ -1,7 +1,6 @@
 """Retrain layouts from one dense checkpoint and compare them."""
 
 import math
-from typing import Any
 
 from spkv_nas.artifacts.comparison import DENSE, FULL_ATTENTION, SP_KV
 from spkv_nas.base.console import Table, escape, out, say
@@ -103,7 +102,7 @@ def show(result: hybrids.Comparison) -> None:
         )
 
 
-def document(result: hybrids.Comparison) -> dict[str, Any]:
+def document(result: hybrids.Comparison) -> dict[str, object]:
     """Return the retrained layouts, the rank correlations of cheaper measures, and the checkpoints."""
     return {
         "layouts": result.rows,

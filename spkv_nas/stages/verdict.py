@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.measurement import note_words
@@ -110,7 +109,7 @@ def show(result: VerdictResult) -> None:
     console.print_path("verdict", result.folder / "verdict.csv")
 
 
-def document(result: VerdictResult) -> dict[str, Any]:
+def document(result: VerdictResult) -> dict[str, object]:
     """Return what ``--json`` prints: the answers, the table, and the sentences."""
     return {
         **decision.shared_document(result.compared, result, _sentences(result)),

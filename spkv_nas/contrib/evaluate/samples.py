@@ -75,7 +75,7 @@ class Checkpoint:
         return cls(source, *load(options, source, reporter), tau)
 
     @property
-    def origin(self) -> dict[str, Any]:
+    def origin(self) -> dict[str, object]:
         """Return the record of which checkpoint was evaluated, at which dtype and threshold."""
         gates = config_section.gate_config(self.model)
         tau = gates.tau if self.tau is None and gates is not None else self.tau

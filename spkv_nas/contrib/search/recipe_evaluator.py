@@ -7,7 +7,6 @@ held-out documents of the first half only; the others compare the best of them.
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from transformers import PreTrainedModel
@@ -57,7 +56,7 @@ class RecipeEvaluator:
         return self._cache.name
 
     @property
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, object]:
         """Return the recipe as JSON data."""
         return self._context.recipe.model_dump(mode="json")
 

@@ -4,7 +4,6 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 
@@ -169,7 +168,7 @@ def write_results(
 
 def _origin(
     options: SearchOptions, specification: SearchSpecification, result: SearchResult
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return what ``search.yaml`` says about the search."""
     space = specification.space
     evaluator = result.evaluator
@@ -279,7 +278,7 @@ def show(result: SearchResult) -> None:
         console.print_path(f"take {result.recommended.layout.strategy}", result.file)
 
 
-def document(result: SearchResult) -> dict[str, Any]:
+def document(result: SearchResult) -> dict[str, object]:
     """Return all layouts of a search, the rank correlations of cheap measures, and the layout to take."""
     recommended = None
     if result.recommended is not None:

@@ -270,7 +270,7 @@ def write_native_config(config: PreTrainedConfig, folder: Path) -> None:
     write_atomic(folder / "config.json", json.dumps(content, indent=2, sort_keys=True) + "\n")
 
 
-def _older_rotary_keys(config: PreTrainedConfig) -> dict[str, Any]:
+def _older_rotary_keys(config: PreTrainedConfig) -> dict[str, object]:
     """Return the RoPE settings of a config in the format of transformers 4, as far as it has one for them."""
     parameters = getattr(config, "rope_parameters", None) or {}
     rotary = parameters.get(_FULL, parameters)

@@ -30,7 +30,7 @@ def main(requests: str, answers: str) -> None:
         json.dump(answer_list, file)
 
 
-def _answered(request: dict[str, Any]) -> dict[str, Any]:
+def _answered(request: dict[str, Any]) -> dict[str, object]:
     """Answer the request for one folder, with its error if it cannot be run.
 
     Too little memory or disk space is no property of the folder, and ends the program.

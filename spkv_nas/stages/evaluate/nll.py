@@ -159,7 +159,7 @@ def show(result: NLLResult) -> None:
         console.print_path("table", result.folder / "evaluation.csv")
 
 
-def document(result: NLLResult) -> dict[str, Any]:
+def document(result: NLLResult) -> dict[str, object]:
     """Return the NLL, and if there is a baseline its NLL, the difference, and all rows of ``evaluation.csv``."""
     document = {"name": result.name, **_document(result.evaluation)}
     pair = result.pair
@@ -232,7 +232,7 @@ def show_sweep(result: SweepResult) -> None:
     console.print_path("sweep", result.folder / "tau-sweep.png")
 
 
-def sweep_document(result: SweepResult) -> dict[str, Any]:
+def sweep_document(result: SweepResult) -> dict[str, object]:
     """Return the evaluation with open gates, and every threshold's."""
     evaluation = _document(result.evaluation)
     return {"name": result.name, **evaluation, "sweep": result.rows, "folder": result.folder}
@@ -243,7 +243,7 @@ def run(options: NLLOptions, reporter: Reporter) -> commands.Result:
     return nll(options, reporter) if options.taus is None else sweep(options, reporter)
 
 
-def _document(evaluation: Evaluation) -> dict[str, Any]:
+def _document(evaluation: Evaluation) -> dict[str, object]:
     """Return what ``--json`` prints for an evaluation: NLL in nats per token, threshold, density, size of the text."""
     nll = evaluation.nll
     return {

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base import hub, replace
@@ -73,7 +73,7 @@ class ExportOptions(InWorkspace, TakesLong):
     ] = default(None, "none")
 
     @property
-    def target_options(self) -> dict[str, Any]:
+    def target_options(self) -> dict[str, object]:
         """Return the options of targets that the user set, by name."""
         values = {name: getattr(self, name) for name in TARGETS.shared_options()}
         return {name: value for name, value in values.items() if value is not None}

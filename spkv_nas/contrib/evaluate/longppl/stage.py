@@ -69,7 +69,7 @@ def run(options: LongPPLOptions, reporter: Reporter = SILENT) -> commands.Result
         micro_batch.check_positions(model, length, "--context")
         identity = checkpoint.identity(f"{origin['tau']} {_depends_on(tokenizer, texts, spans)}")
 
-        def read_text(number: int, text: str) -> dict[str, Any]:
+        def read_text(number: int, text: str) -> dict[str, object]:
             return asdict(read(model, tokenizer, text, spans[number]))
 
         # Read every text, with hard gates
@@ -124,7 +124,7 @@ def _keys(
     reporter.detail(f"{len(texts)} texts of at most {length} tokens")
     identity = evaluator.identity(f"open {criterion} {_depends_on(tokenizer, texts)}")
 
-    def find(number: int, text: str) -> dict[str, Any]:
+    def find(number: int, text: str) -> dict[str, object]:
         spans = key_spans(model, tokenizer, text, criterion)
         return {"spans": spans, "keys": [text[start:end] for start, end in spans]}
 

@@ -280,7 +280,7 @@ def _origin(
     checkpoint: Mapping[str, Any],
     window: int,
     sinks: int,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return the record of the table: the ``checkpoint``, the questions, and the ``window`` of the floor."""
     return {
         **checkpoint,
