@@ -50,7 +50,7 @@ def write_manifest(
         hashes |= zip(unhashed, file_hashes(folder / name for name in unhashed), strict=True)
     except OSError as error:
         raise UserError(f"cannot read checkpoint {folder} back: {first_line(error)}") from error
-    content: dict[str, Any] = {"sha256": hashes}
+    content: dict[str, object] = {"sha256": hashes}
     if origin is not None:
         content[_ORIGIN] = dict(origin)
     write_json(folder / MANIFEST, content)

@@ -21,7 +21,7 @@ _TEXT = (".csv", ".yaml")
 
 
 def write_record(
-    path: Path, content: Mapping[str, Any], files: Iterable[Path] | None = None
+    path: Path, content: Mapping[str, object], files: Iterable[Path] | None = None
 ) -> None:
     """Write a record with the hashes of ``files``, by default of all files in its folder."""
     if files is None:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -472,7 +472,7 @@ class _Split:
                     else:
                         yield document, ids
 
-            record: dict[str, Any] = {}
+            record: dict[str, object] = {}
             if with_training:
                 record = write_blocks(
                     cache.partial, training(), config.block_size, "training text", limits

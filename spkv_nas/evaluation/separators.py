@@ -60,7 +60,7 @@ class SeparatorReport:
 
     def as_mapping(self) -> dict[str, object]:
         """Return the entries for a record."""
-        record: dict[str, Any] = {"best": self.best}
+        record: dict[str, object] = {"best": self.best}
         if self.documents != config.JOINED:
             record["documents"] = self.documents
         if self.nll:
@@ -166,7 +166,7 @@ def shared_separator(
 ) -> SeparatorReport:
     """Return what ``file``, which all commands share, says of a checkpoint hash; else measure it and add it."""
     # Look for an earlier report; an unreadable file counts as empty
-    records: dict[str, Any] = {}
+    records: dict[str, object] = {}
     with suppress(UserError):
         records = files.read_json(file, "separators")
     if (known := SeparatorReport.parse(records.get(checkpoint))) is not None:

@@ -73,7 +73,7 @@ def write_section(model: PreTrainedModel, content: GateConfig | Layout) -> None:
         layers[name] = {"num_kv_heads": state.num_kv_heads, "native_window": state.native_window}
         if source != name:
             layers[name]["reads"] = source
-    section: dict[str, Any] = {"version": 1, "layers": layers}
+    section: dict[str, object] = {"version": 1, "layers": layers}
     # Describe the gates or the layout
     if isinstance(content, GateConfig):
         section["gates"] = content.model_dump()

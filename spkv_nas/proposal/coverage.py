@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -113,7 +112,7 @@ def provenance(
     table: head_scores.HeadScores, layout: Layout, budget: float, seed: int | None = None
 ) -> dict[str, object]:
     """Return the provenance to record in a layout file: probe, budget, coverage, threshold, seed, version."""
-    origin: dict[str, Any] = {
+    origin: dict[str, object] = {
         "probe": table.name,
         "probe_hash": table.content_hash,
         "budget": budget,

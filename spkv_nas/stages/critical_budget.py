@@ -454,7 +454,7 @@ def _record(result: BudgetResult, table: head_scores.HeadScores) -> dict[str, An
     """Return the record of the table, the budgets and their answers, and the layout of the critical one."""
     layout = result.layout
     candidates = result.compared.candidates
-    record: dict[str, Any] = {
+    record: dict[str, object] = {
         "probe": table.name,
         "probe_hash": table.content_hash,
         "budgets": result.budgets,

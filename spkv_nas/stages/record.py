@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -36,7 +35,7 @@ _ADD_ONE_HEAD = "add-one-head"  # signal whose values are gains
 
 def recorded(options: probe.ProbeOptions) -> dict[str, object]:
     """Return the options to write to ``probe.yaml``: those not at their defaults, with absolute paths."""
-    content: dict[str, Any] = {}
+    content: dict[str, object] = {}
     for field in fields(options):
         value = getattr(options, field.name)
         default = None if field.default is MISSING else field.default

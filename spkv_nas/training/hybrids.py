@@ -31,6 +31,9 @@ from spkv_nas.training.branches import Branch, BranchContext
 from spkv_nas.training.recipe import Recipe
 from spkv_nas.training.variants import Variant
 
+MAX_HARM = 0.1  # percent of NLL
+_LOWER_RATE = 3.0  # factor by which to reduce a harmful learning rate
+
 
 @dataclass(frozen=True, eq=False)
 class Comparison(ComparedByValue):
@@ -370,10 +373,6 @@ def _write(
 
 def _mean(parts: list[paired.DocumentNLL]) -> paired.DocumentNLL:
     return paired.DocumentNLL(np.mean([part.total for part in parts], axis=0), parts[0].num_tokens)
-
-
-MAX_HARM = 0.1  # percent of NLL
-_LOWER_RATE = 3.0  # factor by which to reduce a harmful learning rate
 
 
 def compare_control(

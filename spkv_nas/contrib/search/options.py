@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # pandas takes too long for --help
     from spkv_nas.contrib.search.space import Space
     from spkv_nas.training.recipe import Recipe
 
+_ONE_BUDGET = "search has one budget: start it again for another, or see critical-budget"
 Trials = Annotated[
     int, flag.Flag("Number of layouts to score without training.", low=1, high=10**6)
 ]
@@ -147,7 +148,6 @@ def check(options: SearchOptions) -> None:
     check_files(specification.recipe, specification.file.parent)
 
 
-_ONE_BUDGET = "search has one budget: start it again for another, or see critical-budget"
 SEARCH = commands.Command(
     "search",
     commands.runner(SearchOptions),

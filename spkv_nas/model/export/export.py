@@ -177,7 +177,7 @@ def _base_model(checkpoint: files.StrPath) -> tuple[dict[str, Any], str]:
             metadata, name = _base_model(str(trained_from))
             return metadata, f"{name}, retrained,"
     # Read the card of the checkpoint, which people write
-    card: dict[str, Any] = {}
+    card: dict[str, object] = {}
     with suppress(OSError, ValueError, YAMLError):
         card = metadata_load(folder / _CARD_FILE) or {}
     metadata = {key: card[key] for key in _LICENCE if key in card}

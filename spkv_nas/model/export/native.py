@@ -167,7 +167,7 @@ def llama_shaped_config(
 
     values = config.to_dict()
     target = AutoConfig.for_model(model_type)
-    options: dict[str, Any] = {
+    options: dict[str, object] = {
         key: values[key] for key in target.to_dict().keys() & values.keys() - {"model_type"}
     }
     options |= {
@@ -275,7 +275,7 @@ def _older_rotary_keys(config: PreTrainedConfig) -> dict[str, object]:
     parameters = getattr(config, "rope_parameters", None) or {}
     rotary = parameters.get(_FULL, parameters)
     local = parameters.get(_SLIDING)
-    keys: dict[str, Any] = {}
+    keys: dict[str, object] = {}
     if local is not None:
         if config.model_type == "gemma3_text":
             keys["rope_local_base_freq"] = local["rope_theta"]
