@@ -321,7 +321,7 @@ def measure_within(
             model, blocks, signal, measure, cost, limit, candidates, first.window, progress
         )
         record |= choice
-    return table.with_record(**record)
+    return replace(table, record=ProbeRecord.of({**table.record.entries(), **record}))
 
 
 def _choose_window(

@@ -279,6 +279,13 @@ def _letters(inputs: ReportInputs, chosen: Layout | None) -> str:
     return ", ".join(f"{letter} {window}" for letter, window in layout.legend.items())
 
 
+def _windows_here(table: head_scores.HeadScores, chosen: Layout | None) -> str:
+    """Return the windows of a layout, or else of a table, as they end a sentence; "" where none is known."""
+    if chosen is not None:
+        return f"; here {' or '.join(str(width) for width in chosen.legend.values())}"
+    return f"; here {table.window}" if table.window else ""
+
+
 def glossary(
     inputs: ReportInputs, verdict: Verdict, chosen: Layout | None = None
 ) -> dict[str, tuple[str, str]]:
@@ -290,11 +297,7 @@ def glossary(
     if table.sinks:
         sinks = f"the first tokens of a sequence (sink tokens: {table.sinks}) and "
     # What the terms stand for on this page
-    window = ""
-    if chosen is not None:
-        window = f"; here {' or '.join(str(width) for width in chosen.legend.values())}"
-    elif table.window:
-        window = f"; here {table.window}"
+    window = _windows_here(table, chosen)
     listed = _letters(inputs, chosen)
     letters = f"; here {listed}" if listed else ""
     # Terms of every page
