@@ -71,14 +71,13 @@ def main() -> None:
     layouts: dict[str, Layout] = {}
     compared: dict[str, dict[str, float]] = {}
     if options.compare is None:
-        assert table.record.nll is not None
         full = cost.full(table.num_heads)
         for percent in percents:
             rivals = rival_layouts(table, cost, int(percent / 100.0 * full))
             layouts |= {f"{percent:g}-{name}": layout for name, layout in rivals.items()}
         for name, layout in layouts.items():
             nats = predicted_loss(table, layout)
-            compared[name] = {"predicted": 100.0 * nats / table.record.nll}
+            compared[name] = {"predicted": 100.0 * nats / float(table.metadata["nll"])}
     else:
         layouts, compared = _compared(loaded, percents, table, cost, options)
     _measure(loaded, layouts, compared, cost, table, options)
