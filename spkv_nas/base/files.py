@@ -151,14 +151,22 @@ def sha256_file(path: Path) -> str:
     return digest.hexdigest()
 
 
-class _StrictLoader(yaml.SafeLoader):
-    """YAML loader without aliases, duplicate keys and deep nesting, which parses ``2e-5`` as a number."""
+class _StrictLoader(yaml.composer.Composer, yaml.CSafeLoader):
+    """YAML loader without aliases, duplicate keys and deep nesting, which parses ``2e-5`` as a number.
+
+    Text is parsed by libyaml, which takes a fifth of the time of PyYAML's own parser.
+    """
 
     depth = 0  # of nesting
 
+    def __init__(self, stream: Any) -> None:
+        """Initialise both parts."""
+        yaml.composer.Composer.__init__(self)
+        yaml.CSafeLoader.__init__(self, stream)
+
     def compose_node(self, parent: Any, index: Any) -> Any:
         """Compose a node, but reject aliases and deep nesting."""
-        event: Any = self.peek_event()  # type: ignore[no-untyped-call]
+        event: Any = self.peek_event()
         is_alias = isinstance(event, yaml.AliasEvent)
         if is_alias or self.depth == _MAX_DEPTH:
             problem = (

@@ -5,9 +5,8 @@ undo for each, a call remembers everything that it may change, and puts it back 
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+from typing import Concatenate, ParamSpec, TypeVar, cast
 
 from torch import nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
@@ -70,10 +69,12 @@ class _Object:
         self._subject = subject
         self._class = type(subject)
         self._attributes = dict(vars(subject))
-        self._contents: list[_Content] = []
-        for value in self._attributes.values():
-            if isinstance(value, dict | set):
-                self._contents.append(_Content(value, value.copy()))
+        # Dictionaries and sets, and copies of what is in them; a module has a dozen, mostly empty
+        self._contents = [
+            (value, value.copy())
+            for value in self._attributes.values()
+            if isinstance(value, (dict, set))
+        ]
 
     def restore(self) -> None:
         """Put them back, into the same dictionaries and sets, because handles of hooks refer to these."""
@@ -83,17 +84,9 @@ class _Object:
         for name in attributes.keys() - self._attributes.keys():
             del attributes[name]
         attributes.update(self._attributes)
-        for content in self._contents:
-            content.container.clear()
-            content.container.update(content.items)
-
-
-@dataclass(frozen=True)
-class _Content:
-    """Dictionary or set, and a copy of what is in it."""
-
-    container: dict[Any, Any] | set[Any]
-    items: Any
+        for container, items in self._contents:
+            container.clear()
+            container.update(items)
 
 
 def _objects(model: nn.Module) -> Iterator[object]:

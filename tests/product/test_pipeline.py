@@ -38,11 +38,11 @@ def test_the_whole_path(
 ) -> None:
     options = ["--workspace", str(workspace)]
     recipe = RECIPE.replace("num_hidden_layers: 2", "num_hidden_layers: 4").replace(
-        "{steps: 8", "{steps: 4"
+        "{steps: 8", "{steps: 2"
     )
     recipe_file = write_project(tmp_path / "project", recipe)
     main(["probe", str(recipe_file), *options])
-    main(["propose", "--probe", "tiny", "--budget", "2", "--num-random", "1", *options])
+    main(["propose", "--probe", "tiny", "--budget", "2", "--num-random", "0", *options])
     assert "coverage" in capsys.readouterr().out
     twin = workspace / "layouts" / "tiny" / "twin.yaml"
     replace(Layout.read(twin.with_name("densest.yaml")), strategy="twin").write(twin)
@@ -50,7 +50,7 @@ def test_the_whole_path(
     printed = capsys.readouterr().out
     main(["report", "--probe", "tiny", *options])
     rows = pd.read_csv(workspace / "reports" / "tiny" / "comparison.csv").set_index("strategy")
-    proposed = {"interleaved-first", "interleaved-last", "random-0", "densest", "sparsest", "twin"}
+    proposed = {"interleaved-first", "interleaved-last", "densest", "sparsest", "twin"}
     assert "twin" not in rows.index
     assert "twin" in rows.loc["densest", "note"]
     files = {
@@ -123,19 +123,25 @@ def test_the_whole_path(
     assert (workspace / "probes" / "mine" / "density.csv").is_file()
 
 
-def test_help_is_quick_to_import() -> None:
-    """--help imports neither torch nor transformers nor modules that print results."""
+def test_help_and_propose_are_quick_to_import() -> None:
+    """--help imports neither torch nor transformers nor modules that print results; tables need no torch."""
     stages = Path(spkv_nas.__file__).parent / "stages"
     files = [*(stages / "options").glob("[!_]*.py"), *stages.rglob("command.py")]
     names = [".".join(file.relative_to(stages).with_suffix("").parts) for file in files]
     assert "options.train" in names
-    heavy = "{'torch', 'transformers', 'pandas', 'rich'} & {*sys.modules}"
+    heavy = "{'torch', 'transformers', 'scipy', 'pandas', 'rich'} & {*sys.modules}"
     modules = ", ".join(["sys", *(f"spkv_nas.stages.{name}" for name in names)])
-    code = f"import {modules}; print({heavy}); import spkv_nas.cli.app; print({heavy} - {{'rich'}})"
+    code = (
+        f"import {modules}; print({heavy}); import spkv_nas.cli.app; print({heavy} - {{'rich'}})\n"
+    )
+    # What propose and a search import
+    code += "import spkv_nas.stages.propose, spkv_nas.cost.calibration\n"
+    code += "from spkv_nas.evaluation import ranking; ranking.spearman([1, 2, 3], [1, 3, 2])\n"
+    code += "print({'torch', 'scipy.stats'} & {*sys.modules})"
     answer = subprocess.run(
         [sys.executable, "-c", code], check=True, capture_output=True, text=True
     )
-    assert answer.stdout.splitlines() == ["set()", "set()"]
+    assert answer.stdout.splitlines() == ["set()", "set()", "set()"]
 
 
 class TestExport:
@@ -220,7 +226,7 @@ class TestBadInput:
         ("content", "message"),
         [
             (None, "recipe not found"),
-            ("name: [", "not valid YAML: line 1"),
+            ("name: [", "not valid YAML: line 2, column 1"),
             ("- a\n- b\n", "expected a mapping"),
             ("name: x\nname: y\n", "duplicate or unusable key 'name'"),
             (
