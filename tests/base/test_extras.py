@@ -54,10 +54,8 @@ LAYOUT = "layouts/stdlib-21x3/densest.yaml"
 LIGHT = [  # in this order
     "propose --budget 12,18,24",
     "propose --probe mine.csv --budget 50% --constraint uniform --robust",
-    "propose --budget 25% --tau 0.6",
     "propose --tau match-budget",
     "compare stdlib-21x3 --split-by half",
-    "compare stdlib-21x3 stdlib-21x3@0.7",
     f"layout show {LAYOUT} --probe stdlib-21x3",
     f"layout diff {LAYOUT} {LAYOUT}",
     f"layout convert {LAYOUT} masks.tsv",

@@ -147,13 +147,6 @@ class TestPipe:
             main([name, *words, *place])
         assert capsys.readouterr().err.startswith(f"{name}: starting\n")
 
-    def test_the_first_line_waits_for_no_library(self) -> None:
-        program = "import sys, spkv_nas.cli.app; print(*{'torch', 'transformers', 'scipy', 'pandas'} & {*sys.modules})"
-        done = subprocess.run(
-            [sys.executable, "-c", program], capture_output=True, text=True, check=True
-        )
-        assert done.stdout == "\n"
-
     def test_a_path_is_not_wrapped(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:

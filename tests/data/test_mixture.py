@@ -127,7 +127,7 @@ class TestBlocks:
 
     def test_all_tasks_come(self, tokenizer: PreTrainedTokenizerBase) -> None:
         tasks = tuple(available(NO_MATERIAL))
-        blocks = ruler_blocks(tokenizer, block_size=2048, lengths=(2048,), tasks=tasks)
+        blocks = ruler_blocks(tokenizer, block_size=1024, lengths=(1024,), tasks=tasks)
         blocks.check()
         begins = {tokenizer.decode(blocks.block(number)[0][:12]) for number in range(40)}
         assert len(begins) >= 5

@@ -128,7 +128,7 @@ def test_every_needle_is_there_once(
     task: str, tokenizer: PreTrainedTokenizerBase, material: Material
 ) -> None:
     num_answers = {"niah_multivalue": 4, "niah_multiquery": 4}.get(task, 1)
-    for sample in samples(task, 1024, 20, tokenizer, material):
+    for sample in samples(task, 1024, 4, tokenizer, material):
         named = re.findall(r"A magic \w+ of ([\w-]+(?: [\w-]+)*?) is ([\w-]+)\.", sample.text)
         result = {value: key for key, value in named}
         assert len(sample.answers) == num_answers
@@ -145,13 +145,13 @@ def test_every_needle_is_there_once(
 
 
 @pytest.mark.parametrize(
-    "task", ["niah_single_1", "niah_single_3", "niah_multikey_2", "niah_multivalue"]
+    "task", ["niah_single_1", slow("niah_single_3"), "niah_multikey_2", "niah_multivalue"]
 )
 def test_depths_are_uniform(
     task: str, tokenizer: PreTrainedTokenizerBase, material: Material
 ) -> None:
     depths = []
-    for sample in samples(task, 1024, 100, tokenizer, material):
+    for sample in samples(task, 1024, 60, tokenizer, material):
         text = sample.prompt[sample.prompt.index("\n") + 1 : sample.prompt.rindex("\n")]
         for answer in sample.answers:
             end = text.index(answer) + len(answer) + 1
@@ -175,13 +175,13 @@ def test_variables_lead_to_their_value(tokenizer: PreTrainedTokenizerBase) -> No
 
 
 @pytest.mark.parametrize(
-    ("length", "often"), [(512, {3}), (1024, {6}), (2048, {6}), (4096, {6, 30}), (9000, {30})]
+    ("length", "often"), [(512, {3}), (1024, {6}), slow((2048, {6})), (4096, {6, 30}), (9000, {30})]
 )
 def test_common_words_are_the_most_common(
     length: int, often: set[int], tokenizer: PreTrainedTokenizerBase
 ) -> None:
     """Words occur as often as in RULER where they fit."""
-    for sample in samples("cwe", length, 3 if length > 4096 else 10, tokenizer):
+    for sample in samples("cwe", length, 1 if length > 4096 else 4, tokenizer):
         examples = sample.text.split("\n\n")
         entries = re.split(r" ?\d+\. ", examples[-1].split("\n")[1])[1:]
         counts = Counter(entries)
@@ -211,13 +211,13 @@ def test_questions_have_their_documents(
 ) -> None:
     questions = set()
     for task in ("qa_1", "qa_2"):
-        for sample in samples(task, 1024, 20, tokenizer, material):
+        for sample in samples(task, 1024, 8, tokenizer, material):
             question = sample.prompt.split("Question: ")[1]
             evidence = "Note" + question[12:-1] if task == "qa_1" else f"Title {question[6:-1]}\n"
             assert sample.prompt.count(evidence) == (2 if task == "qa_1" else 1)
             assert sample.answers == (("value", "the value") if task == "qa_1" else ("line",))
             questions.add(question)
-    assert len(questions) == 40
+    assert len(questions) == 16
 
 
 def test_a_question_that_does_not_fit_is_replaced(
@@ -281,17 +281,18 @@ def test_values_are_drawn_independently(
             assert len({key for key, _ in named}) == len(named)
 
 
-def test_a_long_list_of_words_is_filled() -> None:
-    """Samples longer than the list of 8,166 words fill their length."""
+def test_a_long_list_of_words_is_filled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Samples longer than the list of words fill their length; a list of 800 in place of 8,166."""
+    monkeypatch.setattr("spkv_nas.data.ruler.words.all_words", lambda: all_words()[:800])
     by_word = Tokenizer(models.WordLevel({"[UNK]": 0}, unk_token="[UNK]"))
     by_word.pre_tokenizer = pre_tokenizers.Whitespace()
-    (sample,) = samples("cwe", 100_000, 1, PreTrainedTokenizerFast(tokenizer_object=by_word))
-    assert sample.num_tokens + sample.new_tokens >= 0.97 * 100_000
+    (sample,) = samples("cwe", 12_000, 1, PreTrainedTokenizerFast(tokenizer_object=by_word))
+    assert sample.num_tokens + sample.new_tokens >= 0.97 * 12_000
     entries = re.split(r" ?\d+\. ", sample.text.split("\n\n")[1].split("\n")[1])[1:]
     counts = Counter(entries)
     assert {word for word, count in counts.items() if count == 30} == set(sample.answers)
     assert set(counts.values()) == {3, 30}
-    assert len(counts) > len(all_words()) == 8166
+    assert len(counts) > 800
 
 
 def test_essays_go_on_at_their_beginning() -> None:
@@ -305,7 +306,7 @@ def test_essays_go_on_at_their_beginning() -> None:
 
 
 def test_words_equal_those_of_ruler() -> None:
-    assert len(all_words()) > 8000
+    assert len(all_words()) == 8166
     assert np.all(np.diff([ord(word[0]) for word in all_words()]) >= 0)
 
 

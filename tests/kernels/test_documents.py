@@ -116,8 +116,8 @@ def test_triton_agrees_on_rows_of_many_tiles(
 
 
 def test_numerical_gradients() -> None:
-    tensors = with_sink_logits(inputs((1, 4, 2, 9, 2), "soft"))
-    operator_cases.check_numerical_gradients(tensors, window=3, sinks=1, starts=starts_of([[3, 6]]))
+    tensors = with_sink_logits(inputs((1, 4, 2, 7, 1), "soft"))
+    operator_cases.check_numerical_gradients(tensors, window=2, sinks=1, starts=starts_of([[3, 4]]))
 
 
 def test_compiled_code_computes_documents() -> None:

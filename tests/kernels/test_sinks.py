@@ -7,7 +7,7 @@ from functools import partial
 import operator_cases
 import pytest
 import torch
-from marks import pairwise
+from marks import pairwise, slow
 from operator_cases import (
     GATES,
     SHAPES,
@@ -98,9 +98,9 @@ def test_random_shapes(seed: int) -> None:
         check(tensors, window)
 
 
-@pytest.mark.parametrize("gate", ["none", "soft", "hard"])
+@pytest.mark.parametrize("gate", [slow("none"), "soft", slow("hard")])
 def test_numerical_gradients(gate: str) -> None:
-    tensors = with_sink_logits(inputs((1, 4, 2, 9, 2), gate))
+    tensors = with_sink_logits(inputs((1, 4, 2, 7, 2), gate))
     assert tensors["sink_logits"] is not None
     tensors["sink_logits"][0] = 0.5
     operator_cases.check_numerical_gradients(tensors, window=3, sinks=2)

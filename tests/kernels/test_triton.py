@@ -37,7 +37,7 @@ SHAPES = [  # float32 tiles are 64 x 32 forward and 32 x 32 backward at these he
 ]
 
 
-QUICK = ["T1-none", "T<w-tiny", "G3-w1-soft", "G3-w1-hard", "G3-w1-all"]
+QUICK = ["T1-none", "T<w-tiny", "G3-w1-hard", "G3-w1-all"]
 CASES = [
     pytest.param(*shape.values, gate, id=f"{shape.id}-{gate}") for shape in SHAPES for gate in GATES
 ]
@@ -53,7 +53,7 @@ def test_agrees_with_the_oracle(
         check(inputs(shape, gate), window, "triton", device=DEVICE)
 
 
-@pytest.mark.parametrize("gate", ["none", "soft", "hard"])
+@pytest.mark.parametrize("gate", ["none", "soft", slow("hard")])
 def test_windows_per_head(gate: str) -> None:
     with unwritten_is_nan():
         check(
@@ -81,10 +81,10 @@ def test_another_scale_and_a_utility_of_exactly_zero() -> None:
     check(tensors, 20, "triton", device=DEVICE, scale=0.7)
 
 
-@pytest.mark.parametrize("gate", ["none", "soft", "hard"])
+@pytest.mark.parametrize("gate", [slow("none"), "soft", slow("hard")])
 def test_half_precision_has_rounding_errors_only(gate: str) -> None:
     """The interpreter's bfloat16 products are wrong; ``test_real_sizes`` covers bfloat16 on a GPU."""
-    tensors = rounded(inputs((1, 2, 1, 130, 24), gate), torch.float16)
+    tensors = rounded(inputs((1, 2, 1, 70, 24), gate), torch.float16)
     expected = run(tensors, torch.float64, window=32, backend="reference")
     with unwritten_is_nan():
         actual = run(tensors, torch.float16, device=DEVICE, window=32, backend="triton")

@@ -18,6 +18,7 @@ from helpers import (
     scatter_gates,
     tiny_model,
 )
+from marks import slow
 from torch import Tensor
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -36,7 +37,16 @@ from spkv_nas.model.windows import apply_layout
 CONFIG = GateConfig(window=6, hidden_size=16)
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "gpt_oss"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        *(
+            family if family in ("llama", "qwen3", "gemma3_text", "phi3") else slow(family)
+            for family in FAMILIES
+        ),
+        "gpt_oss",
+    ],
+)
 class TestFamilies:
     def test_open_gates_change_nothing(self, family: str, tokens: Tensor) -> None:
         model = tiny_model(family)

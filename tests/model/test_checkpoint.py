@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -162,17 +163,26 @@ class TestWeights:
         load(snapshot)
 
 
+@pytest.fixture(scope="module")
+def sharded(
+    tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: PreTrainedTokenizerBase
+) -> Path:
+    """Write a sound checkpoint of several shards."""
+    folder = tmp_path_factory.mktemp("sharded")
+    model = gated()
+    save(model, tiny_tokenizer, folder)
+    model.save_pretrained(folder, max_shard_size="20KB")
+    (folder / FILE).unlink(missing_ok=True)
+    write_manifest(folder)
+    load(folder)
+    (folder / MANIFEST).unlink()
+    return folder
+
+
 class TestShards:
     @pytest.fixture
-    def folder(self, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> Path:
-        model = gated()
-        save(model, tiny_tokenizer, tmp_path)
-        model.save_pretrained(tmp_path, max_shard_size="20KB")
-        (tmp_path / FILE).unlink(missing_ok=True)
-        write_manifest(tmp_path)
-        load(tmp_path)
-        (tmp_path / MANIFEST).unlink()
-        return tmp_path
+    def folder(self, sharded: Path, tmp_path: Path) -> Path:
+        return shutil.copytree(sharded, tmp_path / "sharded")
 
     @pytest.mark.parametrize(
         ("index", "message"),

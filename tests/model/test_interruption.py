@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import equal_up_to_rounding, gated, logits, make_layouts, tiny_model
-from marks import slow_after
+from marks import slow
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -128,7 +128,13 @@ def spread(
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("action", slow_after(5, ACTIONS))
+@pytest.mark.parametrize(
+    "action",
+    [
+        action if action in ("apply_layout to gates", "attach_gates to a hybrid") else slow(action)
+        for action in ACTIONS
+    ],
+)
 def test_at_any_point(action: str, blocks: TokenBlocks) -> None:
     """At seven calls of functions, from the first to the last one."""
     make, act = ACTIONS[action]
@@ -140,7 +146,7 @@ def test_at_any_point(action: str, blocks: TokenBlocks) -> None:
         assert state(model) == before, number
 
 
-@pytest.mark.parametrize("make", [dense, hybrid, gated])
+@pytest.mark.parametrize("make", [dense, slow(hybrid), gated])
 def test_of_a_temporary_layout(make: Callable[[], PreTrainedModel], tokens: Tensor) -> None:
     """While it is applied, in the block, and while it is removed."""
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import FAMILIES, equal_up_to_rounding, make_layouts, tiny_model, weights, write_project
-from marks import slow_after
+from marks import slow, slow_after
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -57,6 +57,17 @@ HEADS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo3": ("olmo3", {}),
     "ministral": ("ministral", {"head_dim": 8}),
 }
+
+# The other families have the head of Llama
+QUICK = (
+    "llama",
+    "tied",
+    "soft cap",
+    "divided",
+    "multiplied",
+    "bias",
+    "loss of experts",
+)
 
 
 @pytest.fixture
@@ -101,7 +112,7 @@ def assert_equal(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
         )
 
 
-@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("head", [head if head in QUICK else slow(head) for head in HEADS])
 class TestHeads:
     def model(self, head: str) -> PreTrainedModel:
         family, options = HEADS[head]

@@ -16,6 +16,7 @@ from helpers import (
     sharpen_attention,
     tiny_model,
 )
+from marks import slow
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -79,7 +80,13 @@ def test_local_heads_see_the_first_tokens_and_their_window(sinks: int, tokens: T
     assert equal_up_to_rounding(logits(model, tokens), actual)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family",
+    [
+        family if family in ("llama", "qwen3", "gemma3_text", "phi3") else slow(family)
+        for family in FAMILIES
+    ],
+)
 def test_heads_of_several_windows_equal_an_eager_mask(
     family: str, tokens: Tensor, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
 ) -> None:

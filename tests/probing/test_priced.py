@@ -211,6 +211,7 @@ class TestProbe:
             steps=3,
             budget="25%",
             signal="density",
+            ablation_tokens=0,
         )
 
     def test_it_learns_gates_and_measures_other_documents(self, options: ProbeOptions) -> None:

@@ -107,7 +107,9 @@ class TestDuo:
         assert table.density[:, 0].min() > 0.3
         assert table.record.entries()["distillation_loss"] > 0.0
         assert all(p.requires_grad and p.grad is None for p in model.parameters())
-        assert np.array_equal(duo(model, blocks, WINDOW, **options).density, table.density)
+        brief = {**options, "steps": 2}
+        first, second = (duo(model, blocks, WINDOW, **brief).density for _ in range(2))
+        assert np.array_equal(first, second)
 
 
 class TestMeasure:

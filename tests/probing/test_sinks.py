@@ -13,6 +13,7 @@ import pytest
 import torch
 import typer
 from helpers import make_table, tiny_model
+from marks import slow
 from spkv_kernels import attention
 from transformers import Qwen2ForCausalLM
 
@@ -38,6 +39,7 @@ from spkv_nas.probing.sinks import MassiveActivation, SinkReport, choose_sinks, 
 from spkv_nas.stages.probe import show
 
 WINDOW, LENGTH, BOS = 6, 48, 1
+SHALLOW = {"num_hidden_layers": 2}  # where signals take a pass per head
 FEW: dict[str, dict[str, Any]] = {
     "head-gates": {"steps": 3, "budget": 2},
     "duo": {"steps": 3},
@@ -189,7 +191,7 @@ class TestNumber:
     def test_is_1_on_the_embedded_model(self) -> None:
         model, tokenizer = spkv_nas.load("embedded:dense")
         texts = [Path(module.__file__ or "").read_text() for module in (np.linalg, pytest, typer)]
-        measured = measure_sinks(model, build_blocks(texts, tokenizer, 128), tokens=512)
+        measured = measure_sinks(model, build_blocks(texts, tokenizer, 128), tokens=256)
         assert measured.number == 1
         assert measured.first_mass > 0.05
         assert measured.largest is not None
@@ -215,7 +217,7 @@ class TestChoice:
         assert [parse_sinks(text) for text in (None, "auto", "0", "4")] == [None, None, 0, 4]
 
 
-@pytest.mark.parametrize("signal", ["add-one-head", "duo", "head-gates"])
+@pytest.mark.parametrize("signal", ["add-one-head", slow("duo"), "head-gates"])
 def test_a_window_of_all_layers_that_hides_nothing_changes_nothing(
     signal: str, blocks: TokenBlocks
 ) -> None:
@@ -225,7 +227,7 @@ def test_a_window_of_all_layers_that_hides_nothing_changes_nothing(
         "max_window_layers": 0,
         "sliding_window": blocks.block_size,
     }
-    models = (planted_tiny(), planted_tiny(**sliding))
+    models = (planted_tiny(**SHALLOW), planted_tiny(**SHALLOW, **sliding))
     tables = [
         measure_signal(signal, model, blocks, window=WINDOW, **FEW.get(signal, {}))
         for model in models
@@ -248,9 +250,16 @@ def test_only_queries_that_see_the_first_tokens_count(
 
 class TestSignals:
     @pytest.mark.filterwarnings("ignore:the model predicts only")
-    @pytest.mark.parametrize("signal", [name for name in SIGNALS.names if name != "density"])
+    @pytest.mark.parametrize(
+        "signal",
+        [
+            name if name in ("add-one-head", "duo", "head-gates", "window-costs") else slow(name)
+            for name in SIGNALS.names
+            if name != "density"
+        ],
+    )
     def test_measure_with_the_sinks_of_the_model(self, signal: str, blocks: TokenBlocks) -> None:
-        model, options = planted_tiny(), FEW.get(signal, {})
+        model, options = planted_tiny(**SHALLOW), FEW.get(signal, {})
         tables = [
             measure_signal(signal, model, blocks, window=WINDOW, sinks=sinks, **options)
             for sinks in (None, 1, 2, 0)

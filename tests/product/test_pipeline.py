@@ -38,11 +38,11 @@ def test_the_whole_path(
 ) -> None:
     options = ["--workspace", str(workspace)]
     recipe = RECIPE.replace("num_hidden_layers: 2", "num_hidden_layers: 4").replace(
-        "{steps: 8", "{steps: 2"
+        "{steps: 8", "{steps: 4"
     )
     recipe_file = write_project(tmp_path / "project", recipe)
     main(["probe", str(recipe_file), *options])
-    main(["propose", "--probe", "tiny", "--budget", "2", "--num-random", "0", *options])
+    main(["propose", "--probe", "tiny", "--budget", "2", "--num-random", "1", *options])
     assert "coverage" in capsys.readouterr().out
     twin = workspace / "layouts" / "tiny" / "twin.yaml"
     replace(Layout.read(twin.with_name("densest.yaml")), strategy="twin").write(twin)
@@ -50,7 +50,7 @@ def test_the_whole_path(
     printed = capsys.readouterr().out
     main(["report", "--probe", "tiny", *options])
     rows = pd.read_csv(workspace / "reports" / "tiny" / "comparison.csv").set_index("strategy")
-    proposed = {"interleaved-first", "interleaved-last", "densest", "sparsest", "twin"}
+    proposed = {"interleaved-first", "interleaved-last", "random-0", "densest", "sparsest", "twin"}
     assert "twin" not in rows.index
     assert "twin" in rows.loc["densest", "note"]
     files = {

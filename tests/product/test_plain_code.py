@@ -9,13 +9,14 @@ from __future__ import annotations
 import ast
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from paths import ROOT
 
-Function = ast.FunctionDef | ast.AsyncFunctionDef
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+IMPORTS = (ast.Import, ast.ImportFrom)
+NOT_COUNTED = (*IMPORTS, ast.alias, ast.expr_context)
 BRANCHES = (ast.If, ast.IfExp, ast.For, ast.While, ast.ExceptHandler, ast.Assert, ast.comprehension)
 MAX_COLUMNS = 100
 MANY_BRANCHES = 10
@@ -33,28 +34,25 @@ LIMITS = {
 }
 
 
-def num_branches(function: Function) -> int:
-    """Return one more than the branches of a function, those of nested functions included."""
+def num_branches(parts: list[ast.AST]) -> int:
+    """Return one more than the branches of a function with these nodes, those of nested functions included."""
     total = 1
-    for node in ast.walk(function):
-        total += isinstance(node, BRANCHES)
-        if isinstance(node, ast.BoolOp):
+    for node in parts:
+        if isinstance(node, BRANCHES):
+            total += 1 + len(getattr(node, "ifs", []))  # of a comprehension
+        elif isinstance(node, ast.BoolOp):
             total += len(node.values) - 1
-        elif isinstance(node, ast.comprehension):
-            total += len(node.ifs)
     return total
 
 
-def num_nodes(root: ast.AST) -> int:
-    """Return the number of syntax nodes of a tree; imports and docstrings do not count."""
+def num_nodes(nodes: list[ast.AST]) -> int:
+    """Return the number of syntax nodes of a tree, of all its nodes; imports and docstrings do not count."""
     total = 0
-    waiting = [root]
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, ast.expr_context | ast.Import | ast.ImportFrom) or _is_text(node):
-            continue
-        total += 1
-        waiting.extend(ast.iter_child_nodes(node))
+    for node in nodes:
+        if _is_text(node):
+            total -= 1  # its constant
+        elif not isinstance(node, NOT_COUNTED):
+            total += 1
     return total
 
 
@@ -64,21 +62,16 @@ def _is_text(node: ast.AST) -> bool:
     return is_constant and isinstance(node.value.value, str)
 
 
-def logic_lines(tree: ast.Module, lines: list[str]) -> set[int]:
+def logic_lines(nodes: list[ast.AST], lines: list[str]) -> set[int]:
     """Return the numbers from 1 of the lines that are no import, docstring, comment or blank."""
     numbers = set()
     for number, line in enumerate(lines, 1):
         if line.strip() and not line.lstrip().startswith("#"):
             numbers.add(number)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import | ast.ImportFrom) or _is_text(node):
+    for node in nodes:
+        if isinstance(node, IMPORTS) or _is_text(node):
             numbers -= set(range(node.lineno, node.end_lineno + 1))
     return numbers
-
-
-def functions(tree: ast.Module) -> Iterator[Function]:
-    """Yield all functions of a module."""
-    return (node for node in ast.walk(tree) if isinstance(node, Function))
 
 
 def is_pair(node: ast.AST) -> bool:
@@ -93,12 +86,12 @@ def is_pair(node: ast.AST) -> bool:
     return not written & read
 
 
-def num_splats(function: Function) -> int:
-    """Return how often a function passes a dict that it builds as keyword arguments."""
+def num_splats(parts: list[ast.AST]) -> int:
+    """Return how often a function with these nodes passes a dict that it builds as keyword arguments."""
     built = set()
-    splats = [part for part in ast.walk(function) if isinstance(part, ast.keyword) and not part.arg]
-    for part in ast.walk(function):
-        if isinstance(part, ast.Assign | ast.AnnAssign) and isinstance(part.value, ast.Dict):
+    splats = [part for part in parts if isinstance(part, ast.keyword) and not part.arg]
+    for part in parts:
+        if isinstance(part, (ast.Assign, ast.AnnAssign)) and isinstance(part.value, ast.Dict):
             targets = part.targets if isinstance(part, ast.Assign) else [part.target]
             built |= {target.id for target in targets if isinstance(target, ast.Name)}
     names = [getattr(splat.value, "id", None) for splat in splats]
@@ -112,21 +105,25 @@ def figures(files: list[Path]) -> dict[str, float]:
     for file in files:
         text = file.read_text()
         lines = text.splitlines()
-        tree = ast.parse(text)
-        logic = logic_lines(tree, lines)
+        nodes = list(ast.walk(ast.parse(text)))
+        logic = logic_lines(nodes, lines)
         counts["lines"] += len(logic)
-        counts["nodes"] += num_nodes(tree)
+        counts["nodes"] += num_nodes(nodes)
         counts["long"] += sum(len(lines[number - 1]) > MAX_COLUMNS for number in logic)
-        for function in functions(tree):
-            branches = num_branches(function)
+        for function in nodes:
+            if not isinstance(function, FUNCTIONS):
+                continue
+            parts = list(ast.walk(function))
+            branches = num_branches(parts)
             counts["functions"] += 1
             counts["many branches"] += branches > MANY_BRANCHES
             counts["most branches"] += branches > MOST_BRANCHES
-            counts["splats"] += num_splats(function)
-        for node in ast.walk(tree):
-            counts["pairs"] += is_pair(node)
-            counts["any"] += isinstance(node, ast.Name) and node.id == "Any"
-            if isinstance(node, ast.IfExp):
+            counts["splats"] += num_splats(parts)
+        counts["pairs"] += sum(map(is_pair, nodes))
+        for node in nodes:
+            if isinstance(node, ast.Name):
+                counts["any"] += node.id == "Any"
+            elif isinstance(node, ast.IfExp):
                 counts["chains"] += isinstance(node.orelse, ast.IfExp)
                 counts["chains"] += isinstance(node.body, ast.IfExp)
     per_thousand = 1000 / counts["lines"]
@@ -184,12 +181,16 @@ def _densest(number: int) -> None:
     found = []
     for file in package():
         lines = file.read_text().splitlines()
-        tree = ast.parse("\n".join(lines))
-        logic = logic_lines(tree, lines)
-        for function in functions(tree):
+        nodes = list(ast.walk(ast.parse("\n".join(lines))))
+        logic = logic_lines(nodes, lines)
+        for function in nodes:
+            if not isinstance(function, FUNCTIONS):
+                continue
             size = len(logic & set(range(function.lineno, function.end_lineno + 1)))
             if size > 4:
-                found.append((num_nodes(function) / size, f"{file.name}:{function.lineno}"))
+                found.append(
+                    (num_nodes(list(ast.walk(function))) / size, f"{file.name}:{function.lineno}")
+                )
     for density, place in sorted(found, reverse=True)[:number]:
         print(f"{density:8.1f}  nodes a line in {place}")
 
