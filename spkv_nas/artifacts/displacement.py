@@ -48,14 +48,16 @@ class Displacement:
     @classmethod
     def of_row(cls, row: Mapping[Any, Any]) -> "Displacement | None":
         """Read the columns of a row; None if they are missing or empty, as in older tables and for other criteria."""
-        values = {}
-        for name in COLUMNS:
-            value = row.get(name, math.nan)
-            values[name] = math.nan if pd.isna(value) else float(value)
+        values = {name: _number(row.get(name)) for name in COLUMNS}
         if math.isnan(values["kl_mean"]) or math.isnan(values["num_compared"]):
             return None
         number = int(values.pop("num_compared"))
         return cls(num_compared=number, **values)
+
+
+def _number(value: Any) -> float:
+    """Return the number of a cell; NaN for an empty one, which is None in a column of whole numbers."""
+    return math.nan if pd.isna(value) else float(value)
 
 
 COLUMNS = tuple(field.name for field in fields(Displacement))
