@@ -3,7 +3,8 @@
 Run ``python reports/verdict.py``; about fifteen minutes of one core. Every run draws samples with replacement from real
 scores that are moved to the margin, where neither answer is right. The e-processes are looked at after every sample.
 Prints Markdown. ``python reports/verdict.py measure`` measures the scores of ``verdict-scores.npz`` again;
-``python reports/verdict.py written 1000`` simulates only written answers and recall, in a few seconds for 1,000 runs.
+``python reports/verdict.py written 1000`` simulates only written answers and recall, in a few seconds for 1,000 runs;
+``python reports/verdict.py errors kld`` prints the error rates of the criteria that begin so, in 1,000 runs.
 
 - NLL by document: the 93 held-out documents of ``reports/stdlib-21x3/comparison-documents.npz``, dense model and
   retrained layouts; also with document lengths drawn from a log-normal distribution (sigma 1), whose sums of NLL are
@@ -16,6 +17,9 @@ Prints Markdown. ``python reports/verdict.py measure`` measures the scores of ``
   ``reports/stdlib-21x3/verdict-scores.npz``. NLL sums of key tokens are moved as NLL by document is; scores from 0 to 1
   are moved by replacing the candidate's, at random, by the dense model's, by 0, or by 1.
 - Written answers and recall: drawn scores of models that are often, or seldom, right, moved in the same way.
+- KL divergence: log-normal means of documents (sigma .5 to 1.5), and one in a twentieth of the documents, scaled until
+  the mean of what counts, or the mean without the clip, is at the margin. Other top tokens: shares with beta
+  distributions.
 """
 
 from __future__ import annotations
@@ -32,8 +36,10 @@ import pandas as pd
 from numpy.typing import NDArray
 from scipy.special import ndtri, stdtr
 
+from spkv_nas.artifacts.displacement import CLIP
 from spkv_nas.base.console import say
 from spkv_nas.base.statistics import anytime_p, betting_log_e, bounds_so_far, holm
+from spkv_nas.evaluation.verdict.criterion import MeanDivergence
 
 Float = NDArray[np.float64]
 ROOT = Path(__file__).resolve().parent
@@ -47,6 +53,7 @@ MARGINS = {
     "agreement": 0.05,
     "acceptance": 0.1,
 }
+DIVERGENCE, OTHER_TOPS = 0.02, 0.05  # margins in nats, and as a share of the tokens
 LAYOUTS, SAMPLES = ("head-gates", "densest"), 240
 HEAVY, TAILS = "log-normal lengths", "t losses"
 # Generator, runs, samples -> gains over the margin
@@ -211,6 +218,60 @@ def written_errors(runs: int, looks: int = 400) -> None:
     say(f"\nEqual scores pass after {', '.join(needed)}.")
 
 
+def divergences(source: Draw, clip: float, margin: float, distance: float) -> Draw:
+    """Return a drawer of margin - divergence, from divergences that are scaled to the distance.
+
+    ``clip`` is the number of margins that a sample counts at most in the mean that is at the margin; infinity: no clip.
+    """
+    sample = source(np.random.default_rng(5), 1, 1_000_000)[0]
+    target = margin * (1.0 - distance)
+    scale = target / sample.mean()
+    for _ in range(100):
+        counted = np.minimum(scale * sample, clip * margin).mean()
+        scale *= target / counted if target else 0.0
+
+    def draw(random: np.random.Generator, runs: int, number: int) -> Float:
+        drawn = scale * source(random, runs, number)
+        return np.stack([margin - drawn, np.ones_like(drawn)])
+
+    return draw
+
+
+def log_normal(sigma: float, random: np.random.Generator, runs: int, number: int) -> Float:
+    """Draw log-normal means of documents."""
+    return random.lognormal(0.0, sigma, (runs, number))
+
+
+def in_a_twentieth(random: np.random.Generator, runs: int, number: int) -> Float:
+    """Draw losses of a twentieth of the documents; the others have none."""
+    drawn: Float = (random.random((runs, number)) < 0.05).astype(np.float64)
+    return drawn
+
+
+def other_tops(spread: float, distance: float) -> Draw:
+    """Return a drawer of margin - share, of beta-distributed shares of tokens; 1 / ``spread`` is their first shape."""
+    mean = OTHER_TOPS * (1.0 - distance)
+
+    def draw(random: np.random.Generator, runs: int, number: int) -> Float:
+        size = (runs, number)
+        shares = np.zeros(size)
+        if mean:
+            shares = random.beta(1.0 / spread, (1.0 / mean - 1.0) / spread, size)
+        return np.stack([OTHER_TOPS - shares, np.ones(size)])
+
+    return draw
+
+
+def by_divergence(drawn: Float, sign: float = 1.0, *, margin: float) -> Float:
+    """Return the log e-process of divergences, that it passes or (sign -1) that it fails."""
+    test = MeanDivergence()
+    tested = [
+        test.evidence(np.stack([losses, np.zeros_like(losses)], 1), margin)
+        for losses in margin - drawn[0]
+    ]
+    return np.stack([each.passes if sign > 0 else each.fails for each in tested])
+
+
 def by_documents(drawn: Float, sign: float = 1.0) -> Float:
     """Return the log e-process of NLL by document, that it passes or (sign -1) that it fails."""
     gain, size = drawn
@@ -256,6 +317,21 @@ def settings() -> Iterator[Setting]:
         )
     with np.load(SCORES) as file:
         scores = {name: file[name] for name in file}
+    log_e = partial(by_divergence, margin=DIVERGENCE)
+    sources: dict[str, Draw] = {"a twentieth": in_a_twentieth}
+    for sigma in (0.5, 1.0, 1.5):
+        sources[f"log-normal {sigma:g}"] = partial(log_normal, sigma)
+    for name, divergence in sources.items():
+        for clip, words in ((CLIP, ""), (np.inf, ", mean without the clip")):
+            # At most half of the margin counts
+            if divergence is in_a_twentieth and clip == CLIP:
+                continue
+            make = partial(divergences, divergence, clip, DIVERGENCE)
+            yield Setting(f"kld, {name}{words}", make, log_e, 300, (0.5, 0.75, 1.0))
+    log_e = partial(by_shares, margin=OTHER_TOPS, highest=0.0)
+    for spread in (0.5, 1.0, 4.0):
+        make = partial(other_tops, spread)
+        yield Setting(f"same-top, beta {1.0 / spread:g}", make, log_e, 300, (0.5, 0.75, 1.0))
     for (criterion, margin), layout in product(MARGINS.items(), LAYOUTS):
         name, pairs = f"{criterion}, {layout}", scores[f"{criterion}/{layout}"]
         if criterion == "longppl":
@@ -270,21 +346,23 @@ def settings() -> Iterator[Setting]:
             yield Setting(name, partial(shares, pairs, margin), log_e, 300, (0.5, 0.75, 1.0))
 
 
-def errors() -> None:
+def errors(beginning: str = "", runs: int = RUNS) -> None:
     """Print how often candidates at the margin pass or fail at any sample, and the fixed-sample test's errors."""
-    say(f"## Wrong answers at the margin, {RUNS:,} runs, risk {100 * RISK:g} %\n")
+    say(f"## Wrong answers at the margin, {runs:,} runs, risk {100 * RISK:g} %\n")
     say(
         "| criterion | looks | passes % | fails % | fixed-sample t-test at the end passes % |\n|---|---|---|---|---|"
     )
     for each in settings():
+        if not each.name.startswith(beginning):
+            continue
         draw, number = each.make(0.0), each.looks
         wrong = [
-            np.isfinite(stops(draw, partial(each.log_e, sign=sign), number)).mean()
+            np.isfinite(stops(draw, partial(each.log_e, sign=sign), number, runs=runs)).mean()
             for sign in (1.0, -1.0)
         ]
         cells = " | ".join(f"{100 * share:.2f}" for share in wrong)
         say(
-            f"| {each.name} | {number} | {cells} | {100 * fixed_power(draw, number, runs=RUNS):.2f} |"
+            f"| {each.name} | {number} | {cells} | {100 * fixed_power(draw, number, runs=runs):.2f} |"
         )
 
 
@@ -314,7 +392,8 @@ def power() -> None:
         "third |\n|---|---|---|---|---|---|---|---|"
     )
     for each in settings():
-        if "interleaved" in each.name:  # thousands of documents
+        # Thousands of documents, or no mean that the test knows
+        if "interleaved" in each.name or "twentieth" in each.name or "clip" in each.name:
             continue
         draw = each.make(each.distances[0])
         sample = draw(np.random.default_rng(2), 50, 2000)[0]
@@ -388,6 +467,8 @@ if __name__ == "__main__":
         measure()
     elif sys.argv[1:2] == ["written"]:
         written_errors(int(sys.argv[2]))
+    elif sys.argv[1:2] == ["errors"]:
+        errors(sys.argv[2], 1000)
     else:
         errors()
         rare_losses()

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import pandas as pd
 
-from spkv_nas.artifacts.displacement import Displacement
+from spkv_nas.artifacts.displacement import CLIP, Displacement
 
 Answer = Literal["passes", "fails", "open"]
 _VERBS: dict[str, str] = {"passes": "passes", "fails": "fails", "open": "is open at"}
@@ -66,6 +66,8 @@ class Measurement:
     against: str  # the dense model
     passes_level: float = math.nan
     fails_level: float = math.nan
+    # Samples that lose more than the test counts; None: it counts all of a loss
+    num_clipped: int | None = None
     # KV cache, in percent of full attention's, at ``context`` tokens; NaN: not recorded
     kv_cache_percent: float = math.nan
     context: int | None = None  # tokens of a block of the text; None: not recorded
@@ -119,8 +121,20 @@ class Measurement:
 
 
 def displacement_words(measured: Iterable[Measurement]) -> list[str]:
-    """Return how far a candidate's predictions are from the dense model's, in words; empty if that was not measured."""
-    return [each.displacement.words for each in measured if each.displacement is not None]
+    """Return how far a candidate's predictions are from the dense model's, in words; empty if that was not measured.
+
+    Clipped samples are named, too.
+    """
+    words = []
+    for each in measured:
+        if each.num_clipped:
+            most = f"{CLIP * each.margin:g} {each.unit}"
+            words.append(
+                f"{each.num_clipped:,} of {each.samples} lose more than {most} and count as that"
+            )
+        if each.displacement is not None:
+            words.append(each.displacement.words)
+    return words
 
 
 def note_words(measured: Iterable[Measurement]) -> list[str]:
@@ -149,12 +163,13 @@ def measurements(
             high=float(row["high"]),
             num_samples=int(row["num_samples"]),
             noun=str(nouns.get(row["criterion"], SAMPLES)),
-            more_samples=None if pd.isna(row["more_samples"]) else int(row["more_samples"]),
+            more_samples=_whole(row["more_samples"]),
             num_available=float(available.get(row["criterion"], math.nan)),
             risk=_known(risk),
             against=str(record.get("against", "the dense model")),
             passes_level=_known(row.get("passes_level")),
             fails_level=_known(row.get("fails_level")),
+            num_clipped=_whole(row.get("num_clipped")),
             kv_cache_percent=_known(memory.get(row["candidate"])),
             context=record.get("context"),
             by_position=_by_position(row, record),
@@ -169,6 +184,11 @@ def measurements(
 def _known(number: float | None) -> float:
     """Return a number that was recorded; NaN if it was not."""
     return math.nan if number is None else float(number)
+
+
+def _whole(number: float | None) -> int | None:
+    """Return a whole number of a table; None for a gap."""
+    return None if number is None or pd.isna(number) else int(number)
 
 
 def _by_position(row: Mapping[Any, Any], record: Mapping[str, Any]) -> tuple[PositionLoss, ...]:

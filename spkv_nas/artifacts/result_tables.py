@@ -213,7 +213,7 @@ def _paired(low: float) -> tuple[Column, ...]:
     )
 
 
-# ``displacement.Displacement``, of the criterion nll; older files lack it
+# ``displacement.Displacement``, of the criterion that measured most documents; older files lack it
 _DISPLACEMENT = (
     Column("num_compared", "whole", gaps=True, default=""),
     _number("kl_mean", default=""),
@@ -350,6 +350,8 @@ VERDICT = ResultTable(
         Column("more_samples", "whole", gaps=True),  # estimate of how many would decide
         _number("p_passes", high=1.0),  # anytime-valid
         _number("p_fails", high=1.0),
+        # Samples that lose more than the test counts; older files lack it
+        Column("num_clipped", "whole", gaps=True, default=""),
         *_DISPLACEMENT,
     ),
 )

@@ -3,10 +3,11 @@
 The dense model's logits of a text fill a disk, so its last hidden states are kept of the tokens to compare, and its
 logits are computed from them again, part by part, when another model's are in memory. That is one more product with the
 LM head for each token that is compared, which is a sixth of a small model's pass; so one token of eight is compared,
-and at most 128 of a block. Logits go through the model's own forward pass: soft caps, scales and biases apply.
+and at most 128 of a block. They are drawn at random, so that their mean is an unbiased estimate of the block's. Logits
+go through the model's own forward pass: soft caps, scales and biases apply.
 """
 
-import math
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -34,15 +35,31 @@ _AGREES = (
 # Nats of a prediction without any probability for a token that the dense model finds possible
 _INFINITE = 1e4
 _NUM_VALUES = 3  # of ``VALUES``
-# ``VALUES`` of the dense model itself, and where nothing can be compared; axes in files have a length of at least 1
+DIVERGENCE = 0
+SAME_TOP = 1
+# ``VALUES`` where nothing can be compared; axes in files have a length of at least 1
 NOTHING = np.full((_NUM_VALUES, 1, 1), -1.0)
 
 
-def compared_columns(block_size: int) -> arrays.Int:
-    """Return which of a block's ``block_size`` - 1 predictions are compared, int64 [K], evenly spaced."""
-    number = block_size - 1
-    step = min(max(_STEP, math.ceil(number / _MOST)), number)
-    return np.arange(step - 1, number, step)
+def compared_columns(blocks: TokenBlocks) -> arrays.Int:
+    """Return which predictions of each block are compared, int64 [B, K] from 0 on: a stratified random sample.
+
+    One is drawn from each of K stretches of equal length, by the tokens of the block, so that all models are compared
+    on the same ones. Each prediction is drawn as often as any other, which makes the mean over them unbiased.
+    """
+    number = blocks.block_size - 1
+    num_drawn = num_compared(blocks.block_size)
+    draws = [
+        np.random.default_rng(zlib.crc32(tokens.tobytes())).random(num_drawn)
+        for tokens in blocks.tokens
+    ]
+    places = (np.arange(num_drawn) + np.stack(draws)) * (number / num_drawn)
+    return np.minimum(places.astype(np.int64), number - 1)
+
+
+def num_compared(block_size: int) -> int:
+    """Return how many predictions of a block are compared."""
+    return max(1, min((block_size - 1) // _STEP, _MOST))
 
 
 @contextmanager
@@ -66,39 +83,47 @@ class StateRecorder:
 
     def __init__(self, blocks: TokenBlocks) -> None:
         """Begin without any."""
-        self._columns = torch.from_numpy(compared_columns(blocks.block_size))
-        self._num_blocks = blocks.num_blocks
+        self._blocks = blocks
+        self._columns = torch.from_numpy(compared_columns(blocks))
         self._parts: dict[int, NDArray[np.integer]] = {}
         self._is_possible = True
 
     def token_nll(self, model: PreTrainedModel, start: int, inputs: Mapping[str, Tensor]) -> Tensor:
         """Compute ``loss.token_nll`` of the blocks from ``start`` on, and keep their hidden states."""
-        device = inputs["input_ids"].device
+        ids = inputs["input_ids"]
+        columns = self._columns[start : start + len(ids)].to(ids.device)
         logits: list[Tensor] = []
 
         def read(first: int, some: Tensor) -> None:
             if first == 0:
                 logits.append(some[:_NUM_CHECKED].clone())
 
-        reader = None if self._parts else loss.LogitReader(self._columns.to(device), read)
+        reader = None if self._parts else loss.LogitReader(columns, read)
         with first_output(model) as outputs:
             losses = loss.read_nll(model, inputs, reader)
         hidden = getattr(outputs[0], "last_hidden_state", None)
         if hidden is None:
             self._is_possible = False
         else:
-            states = hidden[:, self._columns.to(hidden.device)]
+            states = loss.at_columns(hidden, columns.to(hidden.device))
             if logits:
                 self._is_possible = _agrees(model, type(outputs[0]), states, logits[0])
             bits = torch.int16 if states.element_size() == 2 else torch.int32
             self._parts[start] = states.view(bits).cpu().numpy()
         return losses
 
-    def result(self) -> dict[str, NDArray[np.integer]]:
-        """Return ``STATES`` of all blocks, in order; one channel if logits do not depend on them alone."""
+    def result(self) -> dict[str, NDArray[Any]]:
+        """Return ``STATES`` and the dense model's own ``VALUES`` of all blocks, in order.
+
+        States have one channel, and values are ``NOTHING``, if logits do not depend on the states alone.
+        """
         if not self._is_possible:
-            return {STATES.name: np.zeros((self._num_blocks, len(self._columns), 1), np.int32)}
-        return {STATES.name: np.concatenate([self._parts[start] for start in sorted(self._parts)])}
+            no_states = np.zeros((*self._columns.shape, 1), np.int32)
+            return {STATES.name: no_states, VALUES.name: NOTHING}
+        states = np.concatenate([self._parts[start] for start in sorted(self._parts)])
+        values = no_values(self._blocks)
+        values[SAME_TOP] = 1.0
+        return {STATES.name: states, VALUES.name: values}
 
 
 def _agrees(model: PreTrainedModel, output: type, states: Tensor, logits: Tensor) -> bool:
@@ -111,9 +136,12 @@ def _agrees(model: PreTrainedModel, output: type, states: Tensor, logits: Tensor
 class Comparison:
     """Compare a model's predictions with those of the dense model's hidden states, while its NLL is computed."""
 
-    def __init__(self, blocks: TokenBlocks, states: NDArray[np.integer]) -> None:
-        """Begin a comparison with ``STATES`` of these blocks."""
-        self._columns = torch.from_numpy(compared_columns(blocks.block_size))
+    def __init__(
+        self, blocks: TokenBlocks, states: NDArray[np.integer], dense: PreTrainedModel
+    ) -> None:
+        """Begin a comparison with ``STATES`` of these blocks under the ``dense`` model, which has its own LM head."""
+        self._dense = dense
+        self._columns = torch.from_numpy(compared_columns(blocks))
         self._states = states
         self._is_possible = states.shape[-1] > 1
         self._values = no_values(blocks)
@@ -122,10 +150,11 @@ class Comparison:
         """Compute ``loss.token_nll`` of the blocks from ``start`` on, and compare the predictions."""
         if not self._is_possible:
             return loss.token_nll(model, **inputs)
+        dense = self._dense
         ids = inputs["input_ids"]
-        columns = self._columns.to(ids.device)
-        targets = ids[:, columns + 1].flatten()
         rows = slice(start, start + len(ids))
+        columns = self._columns[rows].to(ids.device)
+        targets = ids.gather(1, columns + 1).flatten()
         bits = torch.from_numpy(self._states[rows]).flatten(0, 1)
         parts: list[Tensor] = []
 
@@ -133,12 +162,13 @@ class Comparison:
             part = slice(first, first + len(logits))
             hidden = outputs[0].last_hidden_state
             states = bits[part].view(hidden.dtype).to(hidden.device)
-            dense = loss.logits_of(model.get_decoder(), type(outputs[0]), states[None], model)
-            parts.append(compared(dense.squeeze(0), logits, targets[part]).cpu())
+            expected = loss.logits_of(dense.get_decoder(), type(outputs[0]), states[None], dense)
+            expected = expected.squeeze(0).to(logits.device)
+            parts.append(compared(expected, logits, targets[part]).cpu())
 
         with first_output(model) as outputs:
             losses = loss.read_nll(model, inputs, loss.LogitReader(columns, read))
-        values = torch.cat(parts, 1).view(_NUM_VALUES, len(ids), len(columns))
+        values = torch.cat(parts, 1).view(_NUM_VALUES, *columns.shape)
         self._values[:, rows] = values.numpy()
         return losses
 
@@ -149,8 +179,7 @@ class Comparison:
 
 def no_values(blocks: TokenBlocks) -> arrays.Float:
     """Return ``VALUES`` of all blocks, to be filled in."""
-    num_columns = len(compared_columns(blocks.block_size))
-    return np.zeros((_NUM_VALUES, blocks.num_blocks, num_columns))
+    return np.zeros((_NUM_VALUES, blocks.num_blocks, num_compared(blocks.block_size)))
 
 
 def compared(dense: Tensor, logits: Tensor, targets: Tensor) -> Tensor:
@@ -180,18 +209,30 @@ def divergences(log_p: Tensor, log_q: Tensor) -> Tensor:
     return terms.sum(-1).clamp_(0.0, _INFINITE)
 
 
+def is_measured(parts: Sequence[arrays.Float]) -> bool:
+    """Return whether ``VALUES`` of parts of a text are those of predictions, none of them ``NOTHING``."""
+    return all(part[DIVERGENCE, 0, 0] >= 0.0 for part in parts)
+
+
+def compared_documents(blocks: TokenBlocks) -> arrays.Int:
+    """Return the document of each token that is compared, int64 [B, K]; -1 for first ones, which nothing predicts."""
+    columns = compared_columns(blocks) + 1
+    owner = np.take_along_axis(blocks.document, columns, 1).astype(np.int64)
+    begins = np.take_along_axis(blocks.begins_text(), columns, 1)
+    return np.where(begins, -1, owner)
+
+
 def summary(blocks: TokenBlocks, parts: Sequence[arrays.Float]) -> Displacement | None:
     """Return the statistics of ``VALUES`` of consecutive parts of a text; None if nothing was compared."""
-    if any(part[0, 0, 0] < 0.0 for part in parts):  # ``NOTHING``
+    if not is_measured(parts):
         return None
     values = np.concatenate(parts, axis=1)
-    # Leave out first tokens of documents, which nothing predicts
-    columns = compared_columns(blocks.block_size) + 1
-    is_predicted = ~blocks.begins_text()[:, columns]
+    owner = compared_documents(blocks)
+    is_predicted = owner >= 0
     if not is_predicted.any():
         return None
     divergence, is_same, delta = values[:, is_predicted]
-    owner = blocks.document[:, columns][is_predicted]
+    owner = owner[is_predicted]
     count = np.bincount(owner).astype(np.int64)
     by_document = np.stack(
         [np.bincount(owner, each).astype(np.float64) for each in (divergence, is_same)]

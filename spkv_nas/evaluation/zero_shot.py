@@ -160,7 +160,7 @@ def _read_scores(
 
 def _values_file(file: Path) -> Path:
     """Return the path of the comparison beside that of a score."""
-    return file.with_name(f"{file.stem}-displacement.npz")
+    return file.with_name(f"{file.stem}-{VALUES.name}.npz")
 
 
 def _visible(model: PreTrainedModel, layout: Layout) -> Visible:
@@ -436,7 +436,8 @@ class _Passes:
                 for state, layer_windows in zip(self.states, windows, strict=True):
                     state.set_windows(layer_windows, sinks)
                 if recorder is not None and i > 0:
-                    comparison = Comparison(part, recorder.result()[STATES.name])
+                    states = recorder.result()[STATES.name]
+                    comparison = Comparison(part, states, self.decoder.model)
                 later = _falling(self.starts[i + 1 :])
                 losses = self.decoder.nll(tokens, self.starts[i], later, comparison or recorder)
                 values = None if comparison is None else comparison.result()[VALUES.name]
@@ -486,7 +487,7 @@ class _Resumable:
     """
 
     def __init__(self, model: PreTrainedModel, boundaries: Boundaries) -> None:
-        self._model = model
+        self.model = model
         self._boundaries = boundaries
         # List of layers, index, attention module
         paths = [name.rsplit(".", 2) for name in attention_layers(model)]
@@ -556,9 +557,9 @@ class _Resumable:
         self._resume_depths = resume_depths
         inputs = self._boundaries.inputs(tokens)
         if comparison is None:
-            losses = loss.token_nll(self._model, **inputs)
+            losses = loss.token_nll(self.model, **inputs)
         else:
-            losses = comparison.token_nll(self._model, 0, inputs)
+            losses = comparison.token_nll(self.model, 0, inputs)
         self._kept = {
             depth: hidden for depth, hidden in self._kept.items() if depth in resume_depths
         }

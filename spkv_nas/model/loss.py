@@ -35,17 +35,23 @@ _NOT_DRAWN = -1.0  # number in place of a label to draw, where there is none
 class LogitReader:
     """Read the logits of some predictions while the NLL of a pass is computed, which never holds all of them.
 
-    ``columns``, int64 [K], are the predictions of each block, ascending and below T - 1. ``read`` is called with the
+    ``columns``, int64 [B, K], are the predictions of each block, ascending and below T - 1. ``read`` is called with the
     number of predictions that came before, and with the logits [n, V] of the next ones, block by block.
     """
 
     columns: Tensor
     read: Callable[[int, Tensor], None]
 
-    def rows(self, num_blocks: int, block_size: int) -> Tensor:
+    def rows(self, block_size: int) -> Tensor:
         """Return the predictions among those of all blocks, which have ``block_size`` - 1 each; int64 [B K]."""
-        starts = torch.arange(num_blocks, device=self.columns.device) * (block_size - 1)
+        starts = torch.arange(len(self.columns), device=self.columns.device) * (block_size - 1)
         return (starts[:, None] + self.columns).flatten()
+
+
+def at_columns(values: Tensor, columns: Tensor) -> Tensor:
+    """Return values [B, K, C] at the columns, int64 [B, K], of each block, from those of all tokens [B, T, C]."""
+    blocks = torch.arange(len(columns), device=columns.device)
+    return values[blocks[:, None], columns]
 
 
 def token_nll(model: PreTrainedModel, input_ids: Tensor, **positions: Tensor) -> Tensor:
@@ -67,7 +73,7 @@ def read_nll(
         return decoder_pass.losses(input_ids[:, 1:], model, reader)
     logits = model(input_ids=input_ids, use_cache=False, **positions).logits
     if reader is not None:
-        reader.read(0, logits[:, reader.columns].flatten(0, 1))
+        reader.read(0, at_columns(logits, reader.columns).flatten(0, 1))
     # Block by block, so that the float32 copy stays in the CPU cache
     nlls = [
         F.cross_entropy(block[:-1].float(), ids[1:], reduction="none")
@@ -381,7 +387,7 @@ class DecoderPass:
     ) -> Tensor:
         """Compute the loss at every position but the last of each block, float32 [B, T - 1], without gradients."""
         chunk_losses = []
-        rows = None if reader is None else reader.rows(len(targets), targets.shape[1] + 1)
+        rows = None if reader is None else reader.rows(targets.shape[1] + 1)
         start = 0
         for states, ids, taught in self._chunks(targets):
             logits = self._logits(states, forward)

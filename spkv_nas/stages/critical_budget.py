@@ -10,6 +10,7 @@ import pandas as pd
 
 from spkv_nas.artifacts import defaults, head_scores, local_layers, result_tables, selection
 from spkv_nas.artifacts.layout import Layout
+from spkv_nas.artifacts.measurement import displacement_words
 from spkv_nas.artifacts.proposal import Proposal
 from spkv_nas.base import console, device, errors, progress, units
 from spkv_nas.cost.cache_cost import CacheCost, EngineCost
@@ -560,9 +561,9 @@ def _about_critical(result: BudgetResult) -> list[str]:
     if result.critical.passes is None:
         return []
     name = result.compared.candidates[result.critical.passes].name
-    sentences = []
-    if name in result.displacement:
-        sentences.append(result.displacement[name].words)
+    measured = decision.measured_by(result.compared, result)
+    words_of_it = displacement_words([each for each in measured if each.candidate == name])
+    sentences = [console.escape(line) for line in words_of_it]
     for criterion, note in result.notes.get(name, {}).items():
         sentences.append(console.escape(f"{criterion}: {note}"))
     return sentences

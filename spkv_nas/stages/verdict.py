@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.artifacts.measurement import note_words
+from spkv_nas.artifacts.measurement import displacement_words, note_words
 from spkv_nas.artifacts.proposal import layout_names
 from spkv_nas.artifacts.result_tables import ALARM, VERDICT
 from spkv_nas.base import console, progress
@@ -131,12 +131,8 @@ def _sentences(result: VerdictResult) -> list[str]:
         measurements = [each for each in measured if each.candidate == name]
         verb, reason = words.conclusion(measurements, answer)
         sentences.append(f"[bold]{console.escape(name)} {verb}[/bold]: {console.escape(reason)}")
-        if name in result.displacement:
-            words_of_it = result.displacement[name].words
-            sentences.append(f"{console.escape(name)}: {words_of_it}")
-        sentences += [
-            f"{console.escape(name)}: {console.escape(note)}" for note in note_words(measurements)
-        ]
+        details = [*displacement_words(measurements), *note_words(measurements)]
+        sentences += [f"{console.escape(name)}: {console.escape(line)}" for line in details]
     shared = words.shared_by(len(result.answers))
     basis = words.basis(result.risk, shared, compared.num_left_out, selected.by, selected.unknown)
     return [*sentences, console.escape(basis)]

@@ -172,7 +172,7 @@ def make_results(name: str) -> Callable[[Path], Path]:
         write_csv(folder / "search.csv", make_search())
         write_csv(
             folder / "verdict.csv",
-            pd.DataFrame(verdict, columns=VERDICT.header[: -len(COLUMNS)]).assign(
+            pd.DataFrame(verdict, columns=VERDICT.header[: -len(COLUMNS) - 1]).assign(
                 p_passes=0.5, p_fails=0.5
             ),
         )

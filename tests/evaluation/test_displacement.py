@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from contextlib import nullcontext
 from dataclasses import asdict, replace
@@ -22,7 +23,13 @@ from spkv_nas.base.arrays import Float
 from spkv_nas.data.blocks import DocumentInfo, TokenBlocks
 from spkv_nas.data.tokenizer import SeparateDocuments
 from spkv_nas.evaluation import displacement
-from spkv_nas.evaluation.displacement import Comparison, StateRecorder, compared_columns, summary
+from spkv_nas.evaluation.displacement import (
+    Comparison,
+    StateRecorder,
+    compared_columns,
+    num_compared,
+    summary,
+)
 from spkv_nas.evaluation.nll import document_nll
 from spkv_nas.evaluation.zero_shot import Work, score, zero_shot
 from spkv_nas.model import loss
@@ -67,7 +74,7 @@ def measured(
     plain = document_nll(model, blocks, batch_size=batch_size)
     dense = document_nll(model, blocks, batch_size=batch_size, comparison=recorder)
     assert np.array_equal(plain.total, dense.total)
-    comparison = Comparison(blocks, recorder.result()[STATES.name])
+    comparison = Comparison(blocks, recorder.result()[STATES.name], model)
     with nullcontext() if layout is None else layout_applied(model, layout):
         plain = document_nll(model, blocks, batch_size=batch_size)
         scored = document_nll(model, blocks, batch_size=batch_size, comparison=comparison)
@@ -78,21 +85,22 @@ def measured(
 @torch.no_grad()
 def direct(model: PreTrainedModel, blocks: TokenBlocks, layout: Layout | None) -> Float:
     """Compute the same from all logits in float64, block by block."""
-    columns = compared_columns(blocks.block_size)
+    columns = compared_columns(blocks)
 
     def log_probabilities() -> NDArray[np.float64]:
         rows = []
         for index in range(blocks.num_blocks):
             marked = torch.from_numpy(blocks.marked(slice(index, index + 1)).astype(np.int64))
             inputs = blocks.boundaries.inputs(marked)
-            logits = model(use_cache=False, **inputs).logits[0, columns]
+            logits = model(use_cache=False, **inputs).logits[0, columns[index]]
             rows.append(logits.double().log_softmax(-1).numpy())
         return np.stack(rows)
 
     dense = log_probabilities()
     with nullcontext() if layout is None else layout_applied(model, layout):
         other = log_probabilities()
-    targets = np.maximum(blocks.tokens, ~blocks.tokens)[:, columns + 1][..., None]
+    tokens = np.maximum(blocks.tokens, ~blocks.tokens)
+    targets = np.take_along_axis(tokens, columns + 1, 1)[..., None]
     change = np.exp(np.take_along_axis(other, targets, -1)) - np.exp(
         np.take_along_axis(dense, targets, -1)
     )
@@ -120,7 +128,7 @@ class TestValues:
         if chunk is not None:
             monkeypatch.setattr(memory, "CHUNK_BYTES", chunk * 4 * 97)
         values = measured(model, blocks, LAYOUT)
-        np.testing.assert_allclose(values, expected, atol=2e-6)
+        np.testing.assert_allclose(values, expected, rtol=1e-6, atol=2e-6)
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
     def test_unchanged_model_is_not_displaced(self, dtype: torch.dtype) -> None:
@@ -141,6 +149,29 @@ class TestValues:
             measured(model, blocks, LAYOUT, 1), measured(model, blocks, LAYOUT, 4), atol=1e-6
         )
 
+    def test_the_dense_model_has_its_own_head(self) -> None:
+        """A checkpoint that was retrained, or quantized, has another LM head than the dense model."""
+        dense = decisive()
+        other = copy.deepcopy(dense)
+        with torch.no_grad():
+            other.get_output_embeddings().weight.add_(0.5 * torch.randn(97, 32))
+        blocks = packed()
+        recorder = StateRecorder(blocks)
+        document_nll(dense, blocks, comparison=recorder)
+        comparison = Comparison(blocks, recorder.result()[STATES.name], dense)
+        document_nll(other, blocks, comparison=comparison)
+        columns = torch.from_numpy(compared_columns(blocks))
+        tokens = torch.from_numpy(blocks.tokens.astype(np.int64))
+        with torch.no_grad():
+            log_p, log_q = (
+                loss.at_columns(model(tokens).logits, columns).log_softmax(-1)
+                for model in (dense, other)
+            )
+        expected = (log_p.exp() * (log_p - log_q)).sum(-1)
+        assert expected.mean() > 0.1
+        divergence = comparison.result()[VALUES.name][displacement.DIVERGENCE]
+        np.testing.assert_allclose(divergence, expected, rtol=1e-4, atol=1e-5)
+
     def test_tokens_without_probability(self) -> None:
         """A vocabulary that both models mask gives no NaN; a token that one alone masks counts in full."""
         dense = torch.tensor([[1.0, 2.0, -math.inf], [1.0, 2.0, 3.0]])
@@ -158,14 +189,20 @@ class TestValues:
         values = measured(decisive(), blocks, LAYOUT)
         assert summary(blocks, [values]) is None
 
-    def test_columns_are_bounded(self) -> None:
-        assert compared_columns(2).tolist() == [0]
-        assert compared_columns(32).tolist() == [7, 15, 23]
-        assert len(compared_columns(512)) == 63
-        for size in (2048, 4096, 100_000):
-            columns = compared_columns(size)
-            assert 120 <= len(columns) <= 128
-            assert columns[-1] < size - 1
+    def test_columns_are_a_stratified_sample(self) -> None:
+        """Each prediction is drawn as often as any other; each block has its own sample, wherever it stands."""
+        assert num_compared(2) == 1
+        assert num_compared(512) == 63
+        assert num_compared(100_000) == 128
+        blocks = packed(num_blocks=4000, size=30)
+        columns = compared_columns(blocks)
+        assert columns.shape == (4000, 3)
+        assert (np.diff(columns) >= 0).all()
+        counts = np.bincount(columns.ravel(), minlength=29)
+        expected = 4000 * 3 / 29
+        assert len(counts) == 29
+        assert (np.abs(counts - expected) < 5 * math.sqrt(expected)).all()
+        assert np.array_equal(compared_columns(blocks.part(slice(7, 9))), columns[7:9])
 
 
 class TestScores:
@@ -221,8 +258,8 @@ class TestSummary:
         """The statistics are over predicted tokens alone; errors are by document."""
         blocks = packed(separate=True)
         values = direct(decisive(), blocks, LAYOUT)
-        columns = compared_columns(blocks.block_size) + 1
-        is_predicted = ~blocks.begins_text()[:, columns]
+        columns = compared_columns(blocks) + 1
+        is_predicted = ~np.take_along_axis(blocks.begins_text(), columns, 1)
         divergence, is_same, change = values[:, is_predicted]
         result = summary(blocks, [values[:, :2], values[:, 2:]])
         assert result is not None

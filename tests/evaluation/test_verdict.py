@@ -9,16 +9,19 @@ import pytest
 from helpers import tiny_model
 from transformers import PreTrainedTokenizerBase
 
+from spkv_nas.artifacts.displacement import CLIP
 from spkv_nas.data.blocks import TokenBlocks, build_blocks
 from spkv_nas.evaluation.nll import document_nll
 from spkv_nas.evaluation.paired import DocumentNLL, paired_difference
 from spkv_nas.evaluation.verdict.criteria import DocumentRounds
 from spkv_nas.evaluation.verdict.criterion import (
     Evidence,
+    MeanDivergence,
     MeanDrop,
     MeanShortfall,
     PairedTest,
     RelativeRise,
+    Setting,
     loss_interval,
     more_samples,
 )
@@ -41,6 +44,32 @@ def answers(drop: float, number: int = 600) -> np.ndarray:
     return np.stack([candidate, dense], 1)
 
 
+def divergences(mean: float, number: int = 200, spread: float = 0.7) -> np.ndarray:
+    """Return pairs of divergences with this mean, log-normal, and those of the dense model, which are 0."""
+    drawn = np.exp(spread * np.random.default_rng(1).normal(size=number))
+    return np.stack([mean * drawn / drawn.mean(), np.zeros(number)], 1)
+
+
+def losses_at_the_margin(criterion: str, shape: str) -> tuple[PairedTest, float, np.ndarray]:
+    """Return the test, the margin, and losses [runs, documents] whose mean, after the clip, is the margin."""
+    random = np.random.default_rng(2)
+    size = (1000, 300)
+    drawn = {
+        "log-normal": lambda: np.exp(random.normal(size=size)),
+        "gamma": lambda: random.gamma(0.7, size=size),
+        "half zero": lambda: random.gamma(2.0, size=size) * (random.random(size) < 0.5),
+        "rare": lambda: random.gamma(2.0, size=size) * (random.random(size) < 0.15),
+    }[shape]()
+    if criterion == "same-top":
+        losses = np.minimum(0.05 * drawn / drawn.mean(), 1.0)
+        return MeanShortfall(), 100.0 * losses.mean(), losses
+    # The margin at which the mean of what counts is the margin
+    margin = drawn.mean()
+    for _ in range(50):
+        margin = np.minimum(drawn, CLIP * margin).mean()
+    return MeanDivergence(), 0.02, 0.02 * drawn / margin
+
+
 def evidence(p_passes: float, p_fails: float) -> Evidence:
     """Return evidence with these p-values."""
     return Evidence(np.array([-math.log(p_passes)]), np.array([-math.log(p_fails)]))
@@ -61,8 +90,9 @@ class TestPairedTests:
             (RelativeRise(), documents(0.0), documents(3.0), 1.0),
             (MeanDrop(), answers(0.0), answers(0.1), 2.0),
             (MeanShortfall(), answers(0.0), answers(0.1), 2.0),
+            (MeanDivergence(), divergences(0.01), divergences(0.04), 0.02),
         ],
-        ids=["nll", "answers", "shortfall"],
+        ids=["nll", "answers", "shortfall", "divergence"],
     )
     def test_clear_cases(
         self, test: PairedTest, good: np.ndarray, bad: np.ndarray, margin: float
@@ -80,8 +110,9 @@ class TestPairedTests:
             (RelativeRise(), documents(0.5)),
             (MeanDrop(), answers(0.05)),
             (MeanShortfall(), answers(0.05)),
+            (MeanDivergence(), divergences(0.02)),
         ],
-        ids=["nll", "answers", "shortfall"],
+        ids=["nll", "answers", "shortfall", "divergence"],
     )
     def test_the_interval_holds_the_margins_that_are_undecided(
         self, test: PairedTest, pairs: np.ndarray
@@ -89,15 +120,16 @@ class TestPairedTests:
         low, high = loss_interval(test, pairs, 0.05, 0.05)
         assert low < test.loss(pairs) < high
         target = math.log(20.0)
+        step = 1e-3 * (high - low)
         assert (
-            test.evidence(pairs, high + 1e-3).passes.max()
+            test.evidence(pairs, high + step).passes.max()
             >= target
-            > test.evidence(pairs, high - 1e-3).passes.max()
+            > test.evidence(pairs, high - step).passes.max()
         )
         assert (
-            test.evidence(pairs, low - 1e-3).fails.max()
+            test.evidence(pairs, low - step).fails.max()
             >= target
-            > test.evidence(pairs, low + 1e-3).fails.max()
+            > test.evidence(pairs, low + step).fails.max()
         )
 
     def test_the_interval_of_a_candidate_that_passed_ends_below_the_margin(self) -> None:
@@ -123,6 +155,43 @@ class TestPairedTests:
     def test_no_interval_reaches_below_no_shortfall(self) -> None:
         low, high = loss_interval(MeanShortfall(), answers(0.0, 300), 0.05, 0.05)
         assert low == 0.0 < high < 2.0
+
+    def test_models_without_divergence_pass_at_any_margin(self) -> None:
+        pairs = np.zeros((50, 2))
+        for margin in (1e-5, 1.0):
+            stop = int((MeanDivergence().evidence(pairs, margin).passes >= math.log(20.0)).argmax())
+            assert stop + 1 == 39
+        low, high = loss_interval(MeanDivergence(), pairs, 0.05, 0.05)
+        assert low == 0.0 < high < 1e-6
+
+    def test_a_clipped_document_does_not_pass_unseen(self) -> None:
+        """The mean of what counts is below the margin, but the mean is not."""
+        pairs = divergences(0.005, 300)
+        pairs[0, 0] = 9.0
+        test = MeanDivergence()
+        assert test.num_clipped(pairs, 0.02) == 1
+        assert np.minimum(pairs[:, 0], CLIP * 0.02).mean() < 0.01
+        assert test.loss(pairs) > 0.02
+        assert test.evidence(pairs, 0.02).p_passes == 1.0
+        pairs[0, 0] = 0.3
+        assert test.num_clipped(pairs, 0.02) == 1
+        assert test.evidence(pairs, 0.02).p_passes < 0.05
+
+    @pytest.mark.parametrize("shape", ["log-normal", "gamma", "half zero", "rare"])
+    @pytest.mark.parametrize("criterion", ["kld", "same-top"])
+    def test_wrong_answers_at_the_margin(self, criterion: str, shape: str) -> None:
+        """Of 1,000 verdicts on candidates whose loss is at the margin, at most 5 % and chance give either answer."""
+        test, margin, losses = losses_at_the_margin(criterion, shape)
+        scores = losses if criterion == "kld" else 1.0 - losses
+        dense = np.zeros_like(losses) if criterion == "kld" else np.ones_like(losses)
+        wrong = {"passes": 0, "fails": 0}
+        for pairs in np.stack([scores, dense], 2):
+            tested = test.evidence(pairs, margin)
+            wrong["passes"] += tested.p_passes <= 0.05
+            wrong["fails"] += tested.p_fails <= 0.05
+        # 50 expected at most; 64 is two standard deviations more
+        assert max(wrong.values()) <= 64
+        assert criterion == "kld" or max(wrong.values()) > 5  # the test is not without power
 
     def test_more_samples_decide(self) -> None:
         pairs = answers(0.0, 50)
@@ -233,7 +302,7 @@ class TestRounds:
         """The scores of all rounds are the NLL of the whole text; those of some are of complete documents alone."""
         model = tiny_model(vocab_size=300)
         blocks = long_text.in_random_order(0)
-        rounds = DocumentRounds(blocks, "text", batch_size=4)
+        rounds = DocumentRounds(Setting(model, None, blocks))
         assert rounds.num_rounds > 2
         measured = [rounds.measure(index, model, {}) for index in range(rounds.num_rounds)]
         whole = document_nll(model, blocks, batch_size=5)

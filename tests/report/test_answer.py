@@ -63,7 +63,7 @@ def result(path: str, margin: float, rows: dict[Layout, tuple[Any, ...]]) -> Res
         },
     }
     return ResultFile(
-        Path(path), pd.DataFrame(lines, columns=VERDICT.header[: -len(COLUMNS)]), record
+        Path(path), pd.DataFrame(lines, columns=VERDICT.header[: -len(COLUMNS) - 1]), record
     )
 
 

@@ -355,7 +355,7 @@ def judged(answer: str, name: str, layout: Layout, **recorded: Any) -> ResultFil
     """Make a verdict on a layout under any name."""
     row = (name, "nll", answer, 1.0, "%", 0.7, 0.2, 0.95, 80, None, 0.01, 1.0)
     layouts = {name: {"heads": " ".join(layout.heads), "window": layout.window, **recorded}}
-    rows = pd.DataFrame([row], columns=VERDICT_TABLE.header[: -len(COLUMNS)])
+    rows = pd.DataFrame([row], columns=VERDICT_TABLE.header[: -len(COLUMNS) - 1])
     record = {
         "answers": {name: answer},
         "layouts": layouts,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ RECORD: dict[str, Any] = {
 
 
 def rows() -> pd.DataFrame:
-    return pd.DataFrame(ROWS, columns=VERDICT.header[: -len(COLUMNS)]).astype(
+    return pd.DataFrame(ROWS, columns=VERDICT.header[: -len(COLUMNS) - 1]).astype(
         {"more_samples": "Int64"}
     )
 
@@ -55,6 +56,13 @@ def test_displacement_is_said_with_the_answer() -> None:
     first, second, *_ = verdict_section("verdict", table, RECORD).findings
     assert first.endswith("; KL divergence 0.0123 mean, 0.410 at 99.9 %; same top token 96.8 %.")
     assert "KL" not in second
+
+
+def test_clipped_documents_are_said_with_the_answer() -> None:
+    table = rows().assign(num_clipped=[2, *[0] * (len(ROWS) - 1)])
+    first, second, *_ = verdict_section("verdict", table, RECORD).findings
+    assert re.search(r"; 2 of \d+ documents lose more than 10 % and count as that\.", first)
+    assert "count as that" not in second
 
 
 def test_a_card_per_criterion(section: Section) -> None:

@@ -101,13 +101,12 @@ class TestAnswers:
     ) -> None:
         first = run("mixed.yaml", name="eight")
         measure = DocumentRounds.measure_all
-        monkeypatch.setattr(
-            DocumentRounds,
-            "measure_all",
-            lambda self, *arguments: measure(
-                DocumentRounds(self.blocks, self.identity, 3), *arguments
-            ),
-        )
+
+        def in_threes(self: DocumentRounds, *arguments: Any) -> Any:
+            self.batch_size = 3
+            return measure(self, *arguments)
+
+        monkeypatch.setattr(DocumentRounds, "measure_all", in_threes)
         second = run("mixed.yaml", name="three")
         assert second.answers == first.answers
         assert second.rows["loss"].item() == pytest.approx(first.rows["loss"].item(), abs=1e-5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -24,15 +25,18 @@ from spkv_nas.contrib.evaluate.agreement.stage import Agreement, compare
 from spkv_nas.data.blocks import DocumentInfo, TokenBlocks
 from spkv_nas.data.tokenizer import SeparateDocuments
 from spkv_nas.evaluation.continuations import write_continuations
+from spkv_nas.evaluation.displacement import compared_documents
 from spkv_nas.evaluation.verdict.criteria import (
     CRITERIA,
     ContinuationRounds,
+    DisplacementRounds,
     RecallRounds,
     criteria_help,
     one_per_document,
     options_help,
 )
 from spkv_nas.evaluation.verdict.criterion import Setting
+from spkv_nas.model import loss
 from spkv_nas.model.windows import layout_applied
 from spkv_nas.report.verdict_cards import card_title
 
@@ -114,6 +118,69 @@ class TestContinuations:
     def test_a_continuation_as_long_as_a_block(self, folder: Path) -> None:
         with pytest.raises(UserError, match="leaves no prompt in a block of 32 tokens"):
             run("full.yaml", margin="agreement=2:new-tokens=32")
+
+
+class TestDisplacement:
+    @pytest.mark.parametrize(("criterion", "margin"), [("kld", 0.5), ("same-top", 25.0)])
+    def test_full_attention_passes_and_local_layers_fail(
+        self, folder: Path, criterion: str, margin: float
+    ) -> None:
+        result = run("full.yaml", "three-to-one.yaml", margin=f"{criterion}={margin}")
+        assert result.answers == {"full": "passes", "three-to-one": "fails"}
+        full, local = result.rows.to_dict("records")
+        assert full["loss"] == pytest.approx(0.0, abs=1e-4)
+        assert local["low"] > margin
+        assert local["kl_mean"] > 0.0
+        assert result.displacement["three-to-one"].kl_mean == local["kl_mean"]
+
+    def test_criteria_share_their_passes(self, folder: Path) -> None:
+        """With the NLL, they measure nothing more; every document counts as much."""
+        both = run("three-to-one.yaml", margin="nll=90%,kld=90,same-top=99", max_tokens=4096)
+        again = run("three-to-one.yaml", margin="kld=90,same-top=99", max_tokens=4096)
+        stores = [each.compared.trial.store for each in (both, again)]
+        assert stores[0].num_measured <= 2 * both.compared.trial.samples["nll"].num_rounds
+        assert stores[1].num_measured == 0
+        assert list(both.rows["criterion"]) == ["nll", "kld", "same-top"]
+        divergence = both.rows.iloc[1]
+        assert divergence["num_clipped"] == 0
+        assert math.isnan(float(again.rows["kl_mean"][1]))
+        # Documents of about equal length, so both means are near each other
+        assert divergence["loss"] == pytest.approx(
+            both.displacement["three-to-one"].kl_mean, rel=0.1
+        )
+
+    def test_an_interrupted_verdict_gives_the_same_bytes(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        check_resumes(
+            DisplacementRounds, monkeypatch, "three-to-one.yaml", margin="kld=90", max_tokens=1024
+        )
+
+    def test_scores_are_means_of_documents(self, blocks: TokenBlocks) -> None:
+        """Over rounds of one block, a document is complete with its last compared token."""
+        rounds = DisplacementRounds(Setting(decisive_model(), None, blocks), 0)
+        rounds.size = 1
+        document = compared_documents(blocks)
+        random = np.random.default_rng(0)
+        values = random.random((3, *document.shape))
+        parts = [values[:, [index]] for index in range(len(blocks))]
+        expected = [
+            values[0][document == each].mean() for each in np.unique(document[document >= 0])
+        ]
+        scores = rounds.scores(parts)
+        assert sorted(scores) == pytest.approx(sorted(expected))
+        for number in range(1, len(parts)):
+            first = rounds.scores(parts[:number])
+            assert len(first) == rounds.num_complete(number)
+            assert first == pytest.approx(scores[: len(first)])
+
+    def test_logits_that_depend_on_more(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        original = loss.logits_of
+        monkeypatch.setattr(loss, "logits_of", lambda *arguments: 2.0 * original(*arguments))
+        with pytest.raises(UserError, match="kld and same-top cannot be measured: the logits"):
+            run("full.yaml", margin="kld=0.1")
 
 
 class TestRecall:

@@ -82,7 +82,10 @@ class ScoreStore:
         """Return the scores of the samples that rounds 0 to ``number`` - 1 complete, from files where they exist."""
         key = self._key(contender, rounds)
         return rounds.scores(
-            [self._round(contender, rounds, index, key)[SCORE.name] for index in range(number)]
+            [
+                self._round(contender, rounds, index, key)[rounds.scored.name]
+                for index in range(number)
+            ]
         )
 
     def detail(

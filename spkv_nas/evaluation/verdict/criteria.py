@@ -20,6 +20,7 @@ from spkv_nas.evaluation.verdict.criterion import (
     SCORE,
     Criterion,
     Details,
+    MeanDivergence,
     MeanDrop,
     MeanShortfall,
     Prepared,
@@ -67,13 +68,7 @@ class DocumentNLLs(Criterion):
 
     def prepare(self, setting: Setting) -> Rounds:
         """Return the documents of the text, in rounds of blocks."""
-        from spkv_nas.evaluation.micro_batch import fitting_batch
-
-        # A candidate's displacement depends on the dense model
-        identity = f"{setting.text_hash} {setting.identity}"
-        return DocumentRounds(
-            setting.blocks, identity, fitting_batch(setting.dense, setting.blocks)
-        )
+        return DocumentRounds(setting)
 
 
 class DocumentRounds(Rounds):
@@ -82,19 +77,26 @@ class DocumentRounds(Rounds):
     details = (POSITIONS, VALUES)
     reference = (STATES,)
 
-    def __init__(self, blocks: "TokenBlocks", identity: str, batch_size: int) -> None:
+    def __init__(self, setting: Setting) -> None:
         """Find the last block of each document of a text, whose documents are in random order (``in_random_order``)."""
-        self.blocks = blocks
-        self.identity = identity
-        self.batch_size = batch_size
-        # Documents with predicted tokens, and the last block of each, in the order of these blocks
-        document = blocks.document[:, 1:]
+        from spkv_nas.evaluation.micro_batch import fitting_batch
+
+        self.blocks = setting.blocks
+        self._dense = setting.dense
+        # A candidate's displacement depends on the dense model
+        self.identity = f"{setting.text_hash} {setting.identity}"
+        self.batch_size = fitting_batch(setting.dense, setting.blocks)
+        self._order(self.blocks.document[:, 1:])
+
+    def _order(self, document: NDArray[np.integer]) -> None:
+        """Order the documents of tokens [B, n] by the last block of each; -1 is no document."""
         present, first = np.unique(document[::-1], return_index=True)
-        last = blocks.num_blocks - 1 - first // document.shape[1]
+        last = len(document) - 1 - first // document.shape[1]
         order = np.argsort(last, kind="stable")
+        order = order[present[order] >= 0]
         self._present = present[order].astype(np.intp)
         self._last = last[order]
-        self.num_samples = len(present)
+        self.num_samples = len(order)
 
     @property
     def num_rounds(self) -> int:
@@ -113,20 +115,22 @@ class DocumentRounds(Rounds):
         self, index: int, model: "PreTrainedModel", prepared: Prepared
     ) -> dict[str, NDArray[Any]]:
         """Return the NLL sums of the documents of a round's blocks, those by position, and the displacement."""
-        from spkv_nas.evaluation.displacement import NOTHING, Comparison, StateRecorder
+        from spkv_nas.evaluation.displacement import Comparison, StateRecorder
         from spkv_nas.evaluation.nll import PositionSums, document_nll
 
         blocks = self.blocks.part(self.part(index))
         positions = PositionSums(blocks)
         states = prepared.get(STATES.name)
-        comparison = StateRecorder(blocks) if states is None else Comparison(blocks, states)
+        if states is None:
+            comparison: StateRecorder | Comparison = StateRecorder(blocks)
+        else:
+            comparison = Comparison(blocks, states, self._dense)
         by_document = document_nll(
             model, blocks, batch_size=self.batch_size, positions=positions, comparison=comparison
         )
         measured: dict[str, NDArray[Any]] = {
             SCORE.name: by_document.total[self._documents(index)],
             POSITIONS.name: positions.result(),
-            VALUES.name: NOTHING,
         }
         return measured | comparison.result()
 
@@ -141,6 +145,74 @@ class DocumentRounds(Rounds):
             totals[self._documents(index)] += sums
         is_complete = self._last < len(measured) * self.size
         return np.asarray(totals[self._present[is_complete]])
+
+
+@dataclass(frozen=True)
+class Divergence(Criterion):
+    """KL divergence of predictions from the dense model's."""
+
+    name = "kld"
+    help = "KL divergence from the dense model's predictions, in nats per token"
+    title = "KL divergence by document"
+    test = MeanDivergence()
+
+    def prepare(self, setting: Setting) -> Rounds:
+        """Return the documents of the text, in rounds of blocks."""
+        from spkv_nas.evaluation.displacement import DIVERGENCE
+
+        return DisplacementRounds(setting, DIVERGENCE)
+
+
+@dataclass(frozen=True)
+class SameTop(Criterion):
+    """Share of tokens whose most probable prediction is not the dense model's."""
+
+    name = "same-top"
+    help = "tokens whose most probable prediction differs, in percentage points"
+    title = "Other top tokens by document"
+    test = MeanShortfall()
+
+    def prepare(self, setting: Setting) -> Rounds:
+        """Return the documents of the text, in rounds of blocks."""
+        from spkv_nas.evaluation.displacement import SAME_TOP
+
+        return DisplacementRounds(setting, SAME_TOP)
+
+
+class DisplacementRounds(DocumentRounds):
+    """Means over the compared tokens of documents, in the passes of ``DocumentRounds``, whose files they share."""
+
+    scored = VALUES
+
+    def __init__(self, setting: Setting, value: int) -> None:
+        """Take a value of ``VALUES``, by number; documents without a compared token are no samples."""
+        from spkv_nas.evaluation.displacement import compared_documents
+
+        super().__init__(setting)
+        self._value = value
+        self._document = compared_documents(self.blocks)
+        self._order(self._document)
+
+    def scores(self, measured: Sequence[arrays.Float]) -> arrays.Float:
+        """Return the mean of every document whose last compared token has been measured.
+
+        Raises ``UserError`` if the logits of the model depend on more than its last hidden states.
+        """
+        from spkv_nas.evaluation.displacement import is_measured
+
+        if not is_measured(measured):
+            raise UserError(
+                "--margin: kld and same-top cannot be measured: the logits of this model depend on more than its "
+                "last hidden states"
+            )
+        values = np.concatenate(measured, axis=1)[self._value]
+        document = self._document[: len(values)]
+        is_compared = document >= 0
+        owner = document[is_compared]
+        total = np.bincount(owner, values[is_compared], len(self.blocks.documents))
+        count = np.bincount(owner, minlength=len(self.blocks.documents))
+        complete = self._present[self._last < len(measured) * self.size]
+        return np.asarray(total[complete] / count[complete])
 
 
 @dataclass(frozen=True)
@@ -337,7 +409,16 @@ CRITERIA: registry.Registry[Criterion] = registry.Registry(
     "spkv_nas.criteria",
     "criterion",
     Criterion,  # type: ignore[type-abstract]
-    (DocumentNLLs(), Agreement(), Acceptance(), Recall(), Answers(), Needles()),
+    (
+        DocumentNLLs(),
+        Divergence(),
+        SameTop(),
+        Agreement(),
+        Acceptance(),
+        Recall(),
+        Answers(),
+        Needles(),
+    ),
 )
 
 

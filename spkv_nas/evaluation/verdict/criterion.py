@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, get_args, get_origin
 import numpy as np
 from numpy.typing import NDArray
 
+from spkv_nas.artifacts.displacement import CLIP
 from spkv_nas.base import arrays, progress, registry, statistics
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.flag import Flag
@@ -90,6 +91,10 @@ class PairedTest(ABC):
     def evidence(self, pairs: Float, margin: float) -> Evidence:
         """Return the evidence after each sample."""
 
+    def num_clipped(self, pairs: Float, margin: float) -> int | None:
+        """Return how many samples lose more than the test counts; None for a test that counts all of a loss."""
+        return None
+
 
 class RelativeRise(PairedTest):
     """Test of the rise of a ratio of sums, such as NLL per token, in percent of the baseline's.
@@ -156,6 +161,39 @@ class MeanShortfall(MeanDrop):
             return Evidence(passes, np.full(len(pairs), math.inf))
         allowed = margin / 100.0
         return Evidence(passes, statistics.betting_log_e(1.0 - pairs[:, 0] - allowed, allowed))
+
+
+class MeanDivergence(PairedTest):
+    """Test of a mean of non-negative losses without an upper bound, such as divergences; the baseline loses nothing.
+
+    A sample counts at most ``CLIP`` margins, so the test is exact for the mean of what counts, whatever the
+    distribution. That is at most the loss: a candidate that fails loses more than the margin, clipped or not. A
+    candidate passes only where the loss, without the clip, is below the margin on the samples so far, too.
+    """
+
+    unit = "nats"
+    lowest = 0.0
+
+    def loss(self, pairs: Float) -> float:
+        """Return the mean, without the clip; NaN without samples."""
+        return float(pairs[:, 0].mean()) if len(pairs) else math.nan
+
+    def evidence(self, pairs: Float, margin: float) -> Evidence:
+        """Return the evidence after each sample."""
+        losses = pairs[:, 0]
+        if margin <= 0.0:  # no mean is below 0, so any loss is at least the margin
+            return Evidence(np.full(len(pairs), -math.inf), np.full(len(pairs), math.inf))
+        gain = margin - np.minimum(losses, CLIP * margin)
+        mean = losses.cumsum() / np.arange(1, len(losses) + 1)
+        passes = statistics.betting_log_e(gain, (CLIP - 1.0) * margin)
+        return Evidence(
+            passes=np.where(mean < margin, passes, -math.inf),
+            fails=statistics.betting_log_e(-gain, margin),
+        )
+
+    def num_clipped(self, pairs: Float, margin: float) -> int:
+        """Return how many samples lose more than ``CLIP`` margins."""
+        return int((pairs[:, 0] > CLIP * margin).sum())
 
 
 def loss_interval(
@@ -228,6 +266,7 @@ class Rounds(ABC):
     num_samples: int
     prepared: tuple[arrays.Array, ...] = ()
     details: tuple[arrays.Array, ...] = ()  # what ``measure_all`` returns beside the scores
+    scored = SCORE  # array of a round that ``scores`` takes
     # What ``measure_all`` returns besides of the dense model, and takes of it to measure another one
     reference: tuple[arrays.Array, ...] = ()
 

@@ -47,6 +47,7 @@ Answer = Literal["passes", "fails", "open"]
 # Of a table, which may have gaps
 WHOLE_COLUMNS = {
     "more_samples": "Int64",
+    "num_clipped": "Int64",
     "num_compared": "Int64",
 }
 # called while a candidate is measured, with the rounds that it has left, about, its likely answer (None: too early to
@@ -307,9 +308,9 @@ class Trial:
         """
         from spkv_nas.evaluation.nll import position_edges
 
-        if (measured := self._measured_rounds(pairs)) is None:
+        if (measured := self._measured_documents(pairs)) is None:
             return []
-        rounds, number = measured
+        _, rounds, number = measured
         sums = self.store.detail(candidate, rounds, number, POSITIONS.name)
         of_dense = self.store.detail(self.store.contender, rounds, number, POSITIONS.name)
         edges = position_edges(rounds.blocks.block_size)
@@ -324,13 +325,14 @@ class Trial:
     def displacement(self, candidate: Contender, pairs: Pairs) -> Displacement | None:
         """Return how far a candidate's predictions are from the dense model's on the rounds that were measured.
 
-        None for criteria that do not measure NLL, and if logits of the model depend on more than last hidden states.
+        None for criteria without passes over documents, and if logits of the model depend on more than last hidden
+        states.
         """
         from spkv_nas.evaluation.displacement import summary
 
-        if (measured := self._measured_rounds(pairs)) is None:
+        if (measured := self._measured_documents(pairs)) is None:
             return None
-        rounds, number = measured
+        _, rounds, number = measured
         blocks = rounds.blocks.part(slice(0, number * rounds.size))
         return summary(blocks, self.store.details(candidate, rounds, number, VALUES.name))
 
@@ -354,19 +356,25 @@ class Trial:
             self.store.details(self.store.contender, rounds, number, name),
         )
 
-    def _measured_rounds(self, pairs: Pairs) -> tuple[DocumentRounds, int] | None:
-        """Return the rounds of the NLL, and how many of them were measured; None if none was."""
-        rounds = self.samples.get("nll")
-        measured = pairs.get("nll")
-        if not isinstance(rounds, DocumentRounds) or measured is None or not len(measured):
-            return None
-        # The first rounds that complete as many documents
-        number = next(
-            each
-            for each in range(1, rounds.num_rounds + 1)
-            if rounds.num_complete(each) >= len(measured)
-        )
-        return rounds, number
+    def _measured_documents(self, pairs: Pairs) -> tuple[str, DocumentRounds, int] | None:
+        """Return the criterion that measured most documents, its rounds, and how many of them it measured.
+
+        None if no criterion is measured in the passes that compute the NLL of documents.
+        """
+        longest: tuple[str, DocumentRounds, int] | None = None
+        for name, measured in pairs.items():
+            rounds = self.samples[name]
+            if not isinstance(rounds, DocumentRounds) or not len(measured):
+                continue
+            # The first rounds that complete as many documents
+            number = next(
+                each
+                for each in range(1, rounds.num_rounds + 1)
+                if rounds.num_complete(each) >= len(measured)
+            )
+            if longest is None or number > longest[2]:
+                longest = name, rounds, number
+        return longest
 
     def rows(
         self,
@@ -379,6 +387,8 @@ class Trial:
 
         ``risks`` are the largest probabilities that the lower and the upper end of an interval are wrong; 0: unknown.
         """
+        documents = self._measured_documents(pairs)
+        displaced = None if documents is None else documents[0]
         for criterion, margin in self.margins:
             if (measured := pairs.get(criterion.name)) is None:
                 continue
@@ -393,7 +403,7 @@ class Trial:
                 more = more_samples(
                     test, measured, margin, passes=levels.passes, fails=levels.fails
                 )
-            yield {
+            row: dict[str, Any] = {
                 "criterion": criterion.name,
                 "answer": answer,
                 "margin": margin,
@@ -405,8 +415,11 @@ class Trial:
                 "more_samples": more,
                 "p_passes": tested.p_passes,
                 "p_fails": tested.p_fails,
-                **({} if displacement is None or criterion.name != "nll" else asdict(displacement)),
+                "num_clipped": test.num_clipped(measured, margin),
             }
+            if displacement is not None and criterion.name == displaced:
+                row |= asdict(displacement)
+            yield row
 
 
 def _likely(loss: float, margin: float, *, is_decided: bool) -> Answer | None:
