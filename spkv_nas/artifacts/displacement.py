@@ -8,9 +8,8 @@ probability of the token that follows. Two models may have equal NLLs and yet pr
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from numbers import Real
 from typing import Any
-
-import pandas as pd
 
 from spkv_nas.base.arrays import Array
 
@@ -59,8 +58,8 @@ class Displacement:
 
 
 def _number(value: Any) -> float:
-    """Return the number of a cell; NaN for an empty one, which is None in a column of whole numbers."""
-    return math.nan if pd.isna(value) else float(value)
+    """Return the number of a cell; NaN for an empty one, which is None or pandas.NA in a column of whole numbers."""
+    return float(value) if isinstance(value, Real) else math.nan
 
 
 COLUMNS = tuple(field.name for field in fields(Displacement))
