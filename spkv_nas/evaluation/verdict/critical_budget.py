@@ -38,6 +38,7 @@ from spkv_nas.evaluation.verdict.trial import (
     Levels,
     Outcome,
     Pairs,
+    Tell,
     Trial,
     displacements,
     nll_alarm,
@@ -448,9 +449,8 @@ class _Course:
             self.chosen[position] = done / self._round_size
             comparing = self.trial.work([self.candidates[position], self.trial.store.contender])
             left = comparing + (total - done) / self._round_size
-            self._show(
-                left, self._later(position, self.answers), f"{note}: {done} of {total} passes"
-            )
+            later = self._work(self._later(position, self.answers))
+            self._show(left + later, f"{note}: {done} of {total} passes")
 
         layout = self.chooser.choose(position, tell)
         self.chosen.setdefault(position, 0.0)
@@ -460,13 +460,18 @@ class _Course:
         """Return whether a position is not worth a look, by the answers so far (``Expected``)."""
         return self.expected.rules_out(position, self.answers)
 
-    def teller(self, position: int) -> Callable[[float, Answer | None, str], None]:
+    def teller(self, position: int) -> Tell:
         """Return what shows the progress of measuring a candidate."""
 
-        def tell(left: float, likely: Answer | None, note: str) -> None:
+        def tell(left: float, chances: Mapping[Answer, float], note: str) -> None:
             """Show the rounds that were measured, and that are left of this candidate and of later ones."""
-            answers = dict(self.answers) if likely is None else {**self.answers, position: likely}
-            self._show(left, self._later(position, answers), f"{self.names[position]}, {note}")
+            later = self._work(self._later(position, self.answers))
+            if chances:
+                later = sum(
+                    chance * self._work(self._later(position, {**self.answers, position: answer}))
+                    for answer, chance in chances.items()
+                )
+            self._show(left + later, f"{self.names[position]}, {note}")
 
         return tell
 
@@ -479,12 +484,16 @@ class _Course:
         """Return the positions that are likely to be looked at after one."""
         return [index for index in self.rehearse(answers) if index != position]
 
-    def _show(self, left: float, later: Sequence[int], note: str) -> None:
-        """Show what was done, in rounds, beside what is left of the position that is looked at and of later ones."""
-        left += self.trial.work([self.candidates[index] for index in later])
+    def _work(self, later: Sequence[int]) -> float:
+        """Return the rounds that it takes to choose and to measure the positions that are looked at later."""
+        work = self.trial.work([self.candidates[index] for index in later])
         if self.chooser is not None:
             not_chosen = [index for index in later if index not in self.chosen]
-            left += self.chooser.passes_left(len(not_chosen)) / self._round_size
+            work += self.chooser.passes_left(len(not_chosen)) / self._round_size
+        return work
+
+    def _show(self, left: float, note: str) -> None:
+        """Show the rounds that were done, beside those that are left."""
         done = self.trial.store.num_measured + math.floor(sum(self.chosen.values()))
         self.bar(done, done + math.ceil(left), note)
 

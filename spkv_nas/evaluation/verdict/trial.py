@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from statistics import NormalDist
 from typing import Any, Literal
 
 import numpy as np
@@ -43,18 +44,18 @@ MIN_BLOCKS = 128
 MAX_TOKENS = 1 << 22
 
 Pairs = dict[str, arrays.Float]  # scores [n, 2] of a candidate and the dense model, by criterion
-Answer = Literal["passes", "fails", "open"]
 # Of a table, which may have gaps
 WHOLE_COLUMNS = {
     "more_samples": "Int64",
     "num_clipped": "Int64",
     "num_compared": "Int64",
 }
-# called while a candidate is measured, with the rounds that it has left, about, its likely answer (None: too early to
-# say), and a note
-Tell = Callable[[float, "Answer | None", str], None]
+Answer = Literal["passes", "fails", "open"]
+# called while a candidate is measured, with the rounds that it has left, about, the probability of each answer (empty:
+# nothing was measured), and a note
+Tell = Callable[[float, Mapping[Answer, float], str], None]
 ROUNDS = "rounds"  # unit of progress
-_NEAR = 0.8  # of a margin and above, or of a loss, they are near each other
+_MIXTURE = 1.5  # nats that mixing bets costs the evidence, about
 USUAL_SHARE = 0.65  # of the rounds, that a candidate near the answer needs: 85 to 197 of 259 documents of a small model
 
 
@@ -257,7 +258,7 @@ class Trial:
             if not known:
                 tell(
                     self._left(candidate, index, USUAL_SHARE * rounds.num_rounds),
-                    None,
+                    {},
                     criterion.name,
                 )
             # Add samples until the answer is known
@@ -285,15 +286,11 @@ class Trial:
                 end = number + share * (rounds.num_rounds - number)
                 if is_early:
                     end = max(float(number), USUAL_SHARE * rounds.num_rounds)
-                likely = (
-                    None
-                    if is_early
-                    else _likely(loss, margin, is_decided=more is not None and more <= left)
-                )
+                chances = _chances(len(measured), more, left, levels, is_below=loss <= margin)
                 note = f"{criterion.name}: {len(measured)} of {rounds.num_samples} {criterion.noun}"
                 note += "" if math.isnan(loss) else f", loss {loss:+.3g} {criterion.test.unit}"
                 if number >= known:
-                    tell(self._left(candidate, index, end), likely, note)
+                    tell(self._left(candidate, index, end), chances, note)
             answers.append(answer)
             # One failed criterion is enough, and one that is open where only a pass is worth more samples
             if answer == "fails" or (answer == "open" and gives_up):
@@ -422,13 +419,30 @@ class Trial:
             yield row
 
 
-def _likely(loss: float, margin: float, *, is_decided: bool) -> Answer | None:
-    """Return the likely answer about a loss; None if it is near the margin and the samples are expected to decide."""
-    if loss < _NEAR * margin:
-        return "passes"
-    if loss * _NEAR > margin:
-        return "fails"
-    return None if is_decided else "open"
+def _chances(
+    number: int, more: int | None, left: int, levels: Levels, *, is_below: bool
+) -> dict[Answer, float]:
+    """Return about how likely each answer is after all samples, from a number of them; empty without any.
+
+    ``more`` would decide by their loss (None: no number would), and ``left`` there are. ``is_below`` says whether the
+    loss is below the margin; the answer of the other side is neglected.
+
+    The logarithm of an e-value grows as n d^2 / (2 sigma^2) with the distance d of the loss from the margin and the
+    standard deviation sigma of a sample, so that d^2 (number + more) / sigma^2 = c is what decides. After all N samples
+    that takes a distance of d sqrt(r), where r = (number + more) / N. The distance will then be normal about d with the
+    variance sigma^2 (1 / number - 1 / N). So the chance is Phi((1 - sqrt(r)) / sqrt(r (N / number - 1) / c)).
+    """
+    if not number:
+        return {}
+    answer: Answer = "passes" if is_below else "fails"
+    level = levels.passes if is_below else levels.fails
+    if not left or not level:
+        return {"open": 1.0}
+    decides = 2.0 * (_MIXTURE - math.log(level))
+    ratio = math.inf if more is None else (number + more) / (number + left)
+    spread = math.sqrt(left / number / decides)
+    chance = NormalDist().cdf((1.0 / math.sqrt(ratio) - 1.0) / spread)
+    return {answer: chance, "open": 1.0 - chance}
 
 
 def decide_all(
@@ -445,7 +459,7 @@ def decide_all(
     with reporter.bar("comparing", ROUNDS) as bar:
         for index, candidate in enumerate(candidates):
 
-            def tell(left: float, _: Answer | None, note: str, index: int = index) -> None:
+            def tell(left: float, _: Mapping[Answer, float], note: str, index: int = index) -> None:
                 """Show the rounds of this and of later candidates."""
                 total = store.num_measured + left + trial.work(candidates[index + 1 :])
                 bar(store.num_measured, math.ceil(total), f"{candidates[index].name}, {note}")
