@@ -31,6 +31,7 @@ from spkv_nas.cost.cache_cost import CacheCost, memory_bytes
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.data.held_out import hold_out
 from spkv_nas.evaluation import micro_batch, separators
+from spkv_nas.evaluation.checked_calls import checked_calls
 from spkv_nas.evaluation.contest import (
     USUAL_BLOCKS,
     Contest,
@@ -40,7 +41,6 @@ from spkv_nas.evaluation.contest import (
     run_contest,
 )
 from spkv_nas.model import attention, config_section, model_shape, windows
-from spkv_nas.model.checked_calls import checked_calls
 from spkv_nas.probing import prediction_check, window_costs
 from spkv_nas.probing.heads import check_window
 from spkv_nas.probing.signals import DENSITY, SIGNALS, WINDOW_COSTS, Signal
@@ -167,7 +167,7 @@ def measure_signal(
     ) -> HeadScores:
         if signal.reads_blocks:
             check_window(text, reach, num_sinks if signal.takes_sinks else 0)
-        with checked_calls(model, f"signal {signal.name}"):
+        with checked_calls(model, f"signal {signal.name}", text):
             return signal.measure(
                 model, text, reach, name=name, metadata=metadata, progress=progress, **run
             )

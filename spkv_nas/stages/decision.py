@@ -88,7 +88,7 @@ def prepare(
         num_left_out = selected.count(whole)
         text, circumstances = _text(options, model, whole, report, selected, reporter)
     # Prepare the samples of every criterion
-    store = _store(options, subject, model, reporter)
+    store = _store(options, subject, model, text, reporter)
     setting = _setting(options, (model, tokenizer), text, reporter)
     trial = Trial.of(margins, setting, store, circumstances, contest)
     name = options.name or probe_of(options.folders, layouts.values()) or subject.name
@@ -116,7 +116,11 @@ def _cache_shares(
 
 
 def _store(
-    options: DecisionOptions, subject: Subject, model: PreTrainedModel, reporter: progress.Reporter
+    options: DecisionOptions,
+    subject: Subject,
+    model: PreTrainedModel,
+    text: TokenBlocks | None,
+    reporter: progress.Reporter,
 ) -> ScoreStore:
     """Return the store of scores of the dense model and of candidates, in its family's folder."""
     return ScoreStore(
@@ -125,6 +129,7 @@ def _store(
         options.folders.run_dir(subject.family) / "verdict",
         load=lambda source: load(options, source, reporter)[0],
         setting=(str(options.dtype), str(device.measuring_device(options.device))),
+        text=text,
     )
 
 

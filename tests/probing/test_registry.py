@@ -30,6 +30,7 @@ from spkv_nas.base.flag import Flag
 from spkv_nas.data.batches import run_own_batches
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.data.splits import load_text
+from spkv_nas.evaluation.checked_calls import checked_calls
 from spkv_nas.model.checkpoint import save
 from spkv_nas.probing.signals import SIGNALS, Signal, Steps
 from spkv_nas.stages.flags import takers_note, with_options_of
@@ -254,11 +255,13 @@ class _Careless(Signal):
     argument: str = "input_ids"
 
     def measure(self, model: Any, blocks: TokenBlocks, window: int, **_run: Any) -> HeadScores:
-        def run(_start: int, tokens: Tensor) -> Tensor:
-            wrong = True if self.argument == "use_cache" else tokens
-            return model(
-                **{**blocks.boundaries.inputs(tokens), "use_cache": False, self.argument: wrong}
-            ).logits
+        def run(start: int, tokens: Tensor) -> Tensor:
+            if self.argument == "blocks.tokens":
+                some = torch.from_numpy(blocks.tokens[start : start + len(tokens), :-1]).long()
+                return model(some, use_cache=False).logits
+            wrong = {"use_cache": True, "attention_mask": torch.ones_like(tokens)}
+            arguments = {**blocks.boundaries.inputs(tokens), "use_cache": False}
+            return model(**{**arguments, self.argument: wrong.get(self.argument, tokens)}).logits
 
         run_own_batches(run, lambda *_: None, blocks, 2, model.device)
         raise AssertionError("the model took the tokens")
@@ -279,12 +282,20 @@ class _Careless(Signal):
             "use_cache",
             r"several documents and a cache, with which they attend to each other: .* use_cache=False",
         ),
+        (
+            "attention_mask",
+            r"several documents and an attention_mask, with which they .*: leave the mask out",
+        ),
+        (
+            "blocks.tokens",
+            r"a block of several separate documents as one, .*: call it with \*\*blocks\.boundaries\.inputs\(tokens\)",
+        ),
     ],
 )
 def test_calls_that_mix_documents_are_refused(
     argument: str, message: str, tiny_tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """A signal is told what to call; marked tokens ended in an IndexError, and a cache in wrong numbers."""
+    """A signal is told what to call; marked tokens ended in an IndexError, and the others in wrong numbers."""
     model, texts = tiny_model(vocab_size=300), [f"the fox {number} jumps. " for number in range(9)]
     blocks = spkv_nas.build_blocks(texts, tiny_tokenizer, block_size=32, documents="separate")
     with pytest.raises(UserError, match=f"^signal careless gives the model {message}") as error:
@@ -292,6 +303,21 @@ def test_calls_that_mix_documents_are_refused(
     assert "\n" not in str(error.value)
     with pytest.raises(IndexError):
         model(torch.tensor([[-1]]))  # the model itself is as before
+
+
+def test_calls_that_mix_no_documents_are_allowed(tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+    """A padded batch, whose positions begin after its padding, and a block of one document are answered as before."""
+    model = tiny_model(vocab_size=300)
+    texts = ["the fox jumps. ", "the fox jumps over the dog. " * 20]
+    blocks = spkv_nas.build_blocks(texts, tiny_tokenizer, block_size=32, documents="separate")
+    tokens = torch.from_numpy(blocks.tokens[1:3]).long()
+    mask = torch.ones_like(tokens)
+    mask[0, :5] = 0
+    positions = (mask.cumsum(1) - 1).masked_fill(mask == 0, 1)
+    with checked_calls(model, "signal careful", blocks):
+        model(tokens, use_cache=False)
+        model(tokens, attention_mask=mask, position_ids=positions)
+        model.generate(tokens, attention_mask=mask, max_new_tokens=2, do_sample=False)
 
 
 def test_a_signal_of_a_package_is_one_class_with_its_options(

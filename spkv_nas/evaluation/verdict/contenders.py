@@ -14,9 +14,10 @@ from transformers import PreTrainedModel
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.arrays import Array, read_arrays
 from spkv_nas.base.files import write_npz
+from spkv_nas.data.blocks import TokenBlocks
+from spkv_nas.evaluation.checked_calls import checked_calls
 from spkv_nas.evaluation.verdict.criterion import SCORE, Rounds
 from spkv_nas.model import config_section, modes, windows
-from spkv_nas.model.checked_calls import checked_calls
 from spkv_nas.model.checkpoint import checkpoint_hash
 
 Arrays = dict[str, NDArray[Any]]
@@ -64,7 +65,7 @@ class ScoreStore:
 
     At most two models are in memory: the dense one, which is also a contender, and the last other one, which ``load``
     loads. Scores are kept in a folder, or in memory alone. ``setting`` is the device and dtype that all are measured
-    with.
+    with. ``text`` has the documents that samples are made from; None if no criterion reads text.
     """
 
     dense: PreTrainedModel
@@ -72,6 +73,7 @@ class ScoreStore:
     folder: Path | None = None
     load: Callable[[str], PreTrainedModel] | None = None
     setting: tuple[str, ...] = ()
+    text: TokenBlocks | None = None
     # Rounds of all contenders that were not known before
     num_measured: int = field(default=0, init=False)
     _other: tuple[str, PreTrainedModel] | None = field(default=None, init=False)
@@ -133,7 +135,7 @@ class ScoreStore:
     ) -> Arrays:
         """Measure a round with the model of a contender."""
         model = self._model(contender.source)
-        with contender.applied(model), _checked(model, rounds):
+        with contender.applied(model), self._checked(model, rounds):
             return rounds.measure_all(index, model, prepared)
 
     def _reference(self, rounds: Rounds, index: int) -> Arrays:
@@ -167,7 +169,7 @@ class ScoreStore:
         """Return what the dense model prepared for a round."""
 
         def prepare() -> Arrays:
-            with self.contender.applied(self.dense), _checked(self.dense, rounds):
+            with self.contender.applied(self.dense), self._checked(self.dense, rounds):
                 return rounds.prepare(index, self.dense)
 
         if not rounds.prepared:
@@ -175,6 +177,10 @@ class ScoreStore:
         return self._get(
             self._key(self.contender, rounds), f"prepared-{index:05d}", rounds.prepared, prepare
         )
+
+    def _checked(self, model: PreTrainedModel, rounds: Rounds) -> AbstractContextManager[None]:
+        """Check the calls of the model by a criterion."""
+        return checked_calls(model, f"the criterion's {type(rounds).__name__}", self.text)
 
     def _get(
         self, key: str, name: str, arrays: tuple[Array, ...], make: Callable[[], Arrays]
@@ -206,11 +212,6 @@ class ScoreStore:
             self._other = None  # frees its memory first
             self._other = source, self.load(source)
         return self._other[1]
-
-
-def _checked(model: PreTrainedModel, rounds: Rounds) -> AbstractContextManager[None]:
-    """Check the calls of the model by a criterion."""
-    return checked_calls(model, f"the criterion's {type(rounds).__name__}")
 
 
 def _round_name(index: int) -> str:

@@ -613,6 +613,5 @@ def trial_in_memory(
         if with_contest and (contest := contest_text(whole, selected)) is not None:
             selected |= contest.text_ids
         text = text_in_random_order(whole, seed=seed, selected=selected, max_tokens=max_tokens)
-    return Trial.of(
-        margins, Setting(model, tokenizer, text, seed), ScoreStore(model), contest=contest
-    )
+    setting = Setting(model, tokenizer, text, seed)
+    return Trial.of(margins, setting, ScoreStore(model, text=text), contest=contest)
