@@ -38,6 +38,7 @@ from spkv_nas.stages.options.plan import PlanOptions
 from spkv_nas.stages.options.probe import ProbeOptions
 from spkv_nas.stages.options.propose import ProposeOptions
 from spkv_nas.stages.options.verdict import DecisionOptions
+from spkv_nas.stages.schema import SchemaOptions
 from spkv_nas.training.first_recipe import Draft
 
 FUNCTIONS = [
@@ -63,6 +64,14 @@ ALIASES = {
     for name, hint in vars(module).items()
     if hasattr(hint, "__metadata__")
 }
+
+
+def test_commands_say_that_they_start() -> None:
+    """Those that load nothing but layouts answer at once; ``reproduce scaling`` was silent while it imported."""
+    classes = {next(iter(get_type_hints(function).values())) for function in FUNCTIONS}
+    at_once = {one for one in classes if not issubclass(one, options.TakesLong)}
+    # ``plan`` with an engine answers at once, too; without one it says what it reads
+    assert at_once == {PlanOptions, SchemaOptions, ShowLayoutsOptions, DiffOptions, ConvertOptions}
 
 
 def test_every_flag_is_declared_once() -> None:

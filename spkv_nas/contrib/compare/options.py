@@ -27,7 +27,7 @@ SplitBy = Annotated[
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompareOptions(options.InWorkspace):
+class CompareOptions(options.InWorkspace, options.TakesLong):
     """Compare how probes rank the heads. Writes reports/NAME/agreement.csv and its figure.
 
     The probes may differ in domain, documents, threshold, sequence length, seed or checkpoint, but must have the same

@@ -8,7 +8,7 @@ from spkv_nas.base import flag, progress
 from spkv_nas.contrib.reproduce.ablate.options import AblateOptions
 from spkv_nas.contrib.reproduce.palindrome.options import PalindromeOptions
 from spkv_nas.stages import commands, flags
-from spkv_nas.stages.options import InWorkspace
+from spkv_nas.stages.options import InWorkspace, TakesLong
 
 PAPER = "paper"  # default name of results about the paper's model ladder
 LADDER_DENSITY = 0.2  # in the figure of FLOPs over the ladder by default
@@ -24,7 +24,7 @@ Runs = Annotated[
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScalingOptions(InWorkspace):
+class ScalingOptions(InWorkspace, TakesLong):
     """Options of the ``reproduce scaling`` command."""
 
     command = "reproduce scaling"
@@ -45,7 +45,7 @@ def scaling(options: ScalingOptions, reporter: progress.Reporter) -> commands.Re
 
 
 @dataclass(frozen=True, kw_only=True)
-class LadderOptions(InWorkspace):
+class LadderOptions(InWorkspace, TakesLong):
     """Options of the ``reproduce ladder`` command."""
 
     command = "reproduce ladder"

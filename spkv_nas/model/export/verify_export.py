@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
-from spkv_nas.base import errors, memory
+from spkv_nas.base import errors, memory, progress
 from spkv_nas.model import model_shape, modes
 from spkv_nas.model.export import plain_logits, target
 
@@ -70,6 +70,7 @@ def expected(model: PreTrainedModel, window: int) -> ReferenceLogits:
 
 def agreement(hybrid: target.Hybrid, folder: Path) -> str:
     """Compare a folder with the hybrid, and return how well it agrees, as a clause; raises as ``check``."""
+    progress.LOGGER.info("running the folder in plain transformers")
     reference = expected(hybrid.model, max([hybrid.layout.window, *hybrid.layout.windows.values()]))
     difference = check(folder, reference)
     return (

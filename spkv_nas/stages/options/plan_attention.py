@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base import errors, flag, units
 from spkv_nas.stages import flags
-from spkv_nas.stages.options import LONGEST, REFERENCE, InWorkspace
+from spkv_nas.stages.options import LONGEST, REFERENCE, InWorkspace, TakesLong
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttentionOptions(InWorkspace):
+class AttentionOptions(InWorkspace, TakesLong):
     """Compute KV-cache bytes, FLOPs and time per token of full attention, layouts, and SP-KV at a density.
 
     FLOPs follow Kaplan et al., 2 N + 2 L d_attn keys, averaged over the positions of a causal sequence. Times cover
