@@ -22,6 +22,8 @@ _STYLES: dict[Answer, tuple[chart.Shape, chart.Tone]] = {
     "fails": ("diamond", "second"),
     "open": ("square", "muted"),
 }
+# Of those whose answer is about another margin than the one that the chart shows
+_OTHER_MARGIN: tuple[chart.Shape, chart.Tone] = ("triangle", "muted")
 _REACH = 6.0  # largest loss that an axis shows, in margins; intervals are cut at its end
 
 
@@ -49,7 +51,8 @@ def answer_charts(
 def loss_memory_chart(evidence: Sequence[Evidence], verdict: Verdict) -> Chart | None:
     """Return loss against memory of every layout of verdicts, with the chosen one marked; None without two numbers.
 
-    A point is one measurement, so that a layout of two verdicts has two points.
+    A point is one measurement, so that a layout of two verdicts has two points. Those of a verdict with another margin
+    keep their losses, but not the looks of its answer.
     """
     chosen = verdict.layout
     if chosen is None or not chosen.measured:
@@ -122,26 +125,34 @@ def _loss_memory_marks(
         low = measured.loss if math.isnan(measured.low) else max(measured.low, y.low)
         high = measured.loss if math.isnan(measured.high) else min(measured.high, y.high)
         memory = _memory(result)
-        _, tone = _STYLES[measured.answer]
+        _, tone = _STYLES[measured.answer] if measured.margin == first.margin else _OTHER_MARGIN
         marks.append(Line((memory, memory), (low, high), tone=tone, width=3.0, opacity=0.4))
     if not math.isnan(first.loss):
         marks.append(Points((_memory(chosen),), (first.loss,), tone="ink", size=10.0, hollow=True))
-    for answer in _STYLES:
-        group = [(result, measured) for result, measured in points if measured.answer == answer]
+    others = [point for point in points if point[1].margin != first.margin]
+    if others:
+        marks.append(_points(others, "at another margin", *_OTHER_MARGIN))
+    for answer, style in _STYLES.items():
+        group = [
+            (result, measured)
+            for result, measured in points
+            if measured.answer == answer and measured.margin == first.margin
+        ]
         if group:
-            marks.append(_points(group, answer))
+            marks.append(_points(group, answer, *style))
     return marks
 
 
-def _points(group: Sequence[tuple[Result, Measurement]], answer: Answer) -> Points:
-    """Return losses by memory of layouts with one answer, with their names."""
-    shape, tone = _STYLES[answer]
+def _points(
+    group: Sequence[tuple[Result, Measurement]], label: str, shape: chart.Shape, tone: chart.Tone
+) -> Points:
+    """Return losses by memory of layouts under one label, with their names."""
     return Points(
         tuple(_memory(result) for result, _ in group),
         tuple(measured.loss for _, measured in group),
         tips=tuple(_tip(result, measured) for result, measured in group),
         names=tuple(short(result.name, 24) for result, _ in group),
-        label=answer,
+        label=label,
         shape=shape,
         tone=tone,
     )

@@ -66,8 +66,9 @@ class ResultFile:
 
 
 def result_files(workspace: Workspace, kind: ResultTable) -> Iterator[ResultFile]:
-    """Yield the tables of a kind in a workspace, in order of names."""
-    for file in sorted(workspace.reports.glob(f"*/{kind.name}*.csv")):
+    """Yield the tables of a kind in a workspace, in order of names, and each before earlier ones of other inputs."""
+    files = workspace.reports.glob(f"*/{kind.name}*.csv")
+    for file in sorted(files, key=lambda file: (file.parent, is_kept(file), file.name)):
         table = replace(kind, name=file.stem).read(file.parent)
         if table is not None:
             rows, record = table

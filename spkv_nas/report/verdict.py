@@ -188,10 +188,11 @@ def _losses(result: Result) -> str:
     )
 
 
-def _of_verdict(result: Result) -> str:
+def _of_verdict(result: Result, *, is_earlier: bool = False) -> str:
     """Return what one verdict measured of a layout, as a sentence."""
+    verdict = "an earlier verdict" if is_earlier else "a verdict"
     memory = f"{result.measured[0].memory}, " if result.measured[0].memory else ""
-    return with_minus(f"By a verdict, {memory}{_losses(result)}.")
+    return with_minus(f"By {verdict}, {memory}{_losses(result)}.")
 
 
 def _of_others(layout: Result, everything: Sequence[Evidence]) -> tuple[str, ...]:
@@ -202,7 +203,7 @@ def _of_others(layout: Result, everything: Sequence[Evidence]) -> tuple[str, ...
             if evidence.steps != 0 or result is layout or result.key != layout.key:
                 continue
             if evidence.source == VERDICT:
-                sentences.append(_of_verdict(result))
+                sentences.append(_of_verdict(result, is_earlier=evidence.is_earlier))
             else:
                 sentences.append(f"By {evidence.source}: {_loss(result, evidence)}.")
     return tuple(sentences)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,19 @@ def test_results_of_the_layout_on_these_weights_are_said(
         "nll: a loss of +0.500 %, at most +0.500 %, on 83 documents, against `dense`; it is open at 1 % (nll) at a "
         "risk of 5 %.",
     ]
+
+
+def test_the_present_result_comes_before_an_earlier_one(
+    workspace: Workspace, tmp_path: Path
+) -> None:
+    """The card of a second ``auto`` began with what the first one had said of its margin."""
+    folder = tmp_path / "reports/one"
+    result = VERDICT.read(folder)
+    assert result is not None
+    rows, record = result
+    replace(VERDICT, name="verdict-0a1b2c3d").write(folder, rows.assign(margin=3), record)
+    sentences = layout_evidence(workspace, str(tmp_path / "dense"), LAYOUT)
+    assert ["it passes 1 %" in sentences[0], "it passes 3 %" in sentences[1]] == [True, True]
 
 
 def test_other_layouts_and_weights_have_none(workspace: Workspace) -> None:
