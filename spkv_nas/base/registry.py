@@ -212,6 +212,11 @@ class Registry(Generic[Item]):
                 raise _UnusableError(f"it is no {self.kind.__name__}")
             if not isinstance(entry.name, str):
                 raise _UnusableError("its name is no text")
+            # Read what the help of a command shows of all entries
+            if isinstance(entry, Entry):
+                entry.options()
+                if not isinstance(entry.help, str):
+                    raise _UnusableError("its help is no text")
             return entry
         except (_UnusableError, KeyboardInterrupt):
             raise

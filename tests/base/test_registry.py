@@ -6,6 +6,7 @@ import sys
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, PackageNotFoundError
 from types import ModuleType, SimpleNamespace
+from typing import Annotated
 
 import pytest
 
@@ -126,6 +127,44 @@ def test_leaves_out_what_cannot_be_used(
         assert fruit.names == ("apple", "pear")
     assert len(seen) == 1
     assert "\n" not in str(seen[0].message)
+
+
+@dataclass(frozen=True)
+class Flower(registry.Entry):
+    """Entry with options, which ``--help`` reads of all."""
+
+    name, help = "flower", "a flower"
+
+
+class Silent(Flower):
+    name = "silent"
+    help = None  # type: ignore[assignment]
+
+
+@dataclass(frozen=True)
+class Misspelt(Flower):
+    name = "misspelt"
+    petals: Annotated[Number, 5] = 5  # type: ignore[name-defined]  # noqa: F821
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        (Silent, "its help is no text"),
+        (Misspelt, "NameError: name 'Number' is not defined"),
+    ],
+)
+def test_leaves_out_what_the_help_cannot_show(
+    plugin: ModuleType, monkeypatch: pytest.MonkeyPatch, entry: type[Flower], message: str
+) -> None:
+    """The help of every command that lists such entries ended in a traceback."""
+    plugin.OTHER = entry  # type: ignore[attr-defined]
+    registry_with(monkeypatch, "orchard:OTHER")
+    flowers = Registry("spkv_nas.fruit", "flower", Flower, (Flower(),))
+    with pytest.warns(
+        UserWarning, match=f"^cannot load the flower orchard:OTHER: {message}; it is"
+    ):
+        assert flowers.names == ("flower",)
 
 
 def test_an_own_entry_that_cannot_be_used_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
