@@ -78,8 +78,8 @@ def _check_tokens(tokens: Tensor, argument: str, caller: str) -> None:
         return
     if bool((tokens < 0).any()):
         raise UserError(
-            f"{caller} gives the model marked tokens of separate documents as {argument}: {_REMEDY}, whose input_ids "
-            "are labels, too"
+            f"{caller} gives the model marked tokens of separate documents as {argument}: "
+            f"{_REMEDY}, whose input_ids are labels, too"
         )
 
 
@@ -98,13 +98,13 @@ def _check_packed(caller: str, *, is_cached: bool, has_mask: bool) -> None:
     """Raise ``UserError`` for a call with several documents and a new cache, or a padding mask."""
     if is_cached:
         raise UserError(
-            f"{caller} gives the model several documents and a cache, with which they attend to each other: "
-            "call it with use_cache=False"
+            f"{caller} gives the model several documents and a cache, "
+            "with which they attend to each other: call it with use_cache=False"
         )
     if has_mask:
         raise UserError(
-            f"{caller} gives the model several documents and an attention_mask, with which they attend to each other: "
-            "leave the mask out"
+            f"{caller} gives the model several documents and an attention_mask, "
+            "with which they attend to each other: leave the mask out"
         )
 
 
@@ -121,8 +121,8 @@ def _check_rows(tokens: Tensor | None, blocks: TokenBlocks, caller: str) -> None
             positions = blocks.boundaries.positions(blocks.marked(index)[None])[0]
             if (positions[1:length] == 0).any():
                 raise UserError(
-                    f"{caller} gives the model a block of several separate documents as one, in which they attend to "
-                    f"each other: {_REMEDY}, where tokens are blocks.marked()"
+                    f"{caller} gives the model a block of several separate documents as one, "
+                    f"in which they attend to each other: {_REMEDY}, where tokens are blocks.marked()"
                 )
 
 
