@@ -29,6 +29,8 @@ EXTRAS = {
     "answers": ("jsonschema",),
     "gguf": ("gguf",),
     "lora": ("peft",),
+    "search": ("optuna", "sqlalchemy"),
+    "postgresql": ("psycopg",),
     "tasks": ("lm_eval",),
     "tensorboard": ("tensorboard",),
     "vllm": ("vllm",),

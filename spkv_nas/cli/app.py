@@ -312,21 +312,9 @@ def _for_user(error: Exception) -> str | None:
         if not message:  # no command was named: typer has printed the help already
             return message
         command_path = getattr(getattr(error, "ctx", None), "command_path", "spkv-nas")
-        instead = _instead(command_path, getattr(error, "option_name", ""))
-        if instead is not None:
-            return f"{command_path} has no option {instead}"
         return f"{message}\nsee '{command_path} --help'{registry.reinstall_hint()}"
     if is_lost_process(error):
         return "another process of this run has exited\nrun the same command again to resume"
-    return None
-
-
-def _instead(command_path: str, option: str) -> str | None:
-    """Return an option that a command had in earlier versions, and what to do instead; None for any other."""
-    for command in ADDED_COMMANDS:
-        removed = dict(command.removed)
-        if command_path.endswith(f" {command.name}") and option in removed:
-            return f"{option} any more\n{removed[option]}"
     return None
 
 

@@ -154,8 +154,6 @@ class Command:
     run: Callable[[Any, progress.Reporter], Results | None]
     # Of an evaluation: whether several processes of torchrun can share the work
     distributed: bool = False
-    # Options that it had in earlier versions, such as "--retrain", and what to do instead
-    removed: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,7 @@ class Command:
 _RECIPE = "project/recipe.yaml"
 _PROPOSE = ("propose", "--probe", "tiny", "--num-random", "1", "--budget")
 _SEARCH = ("--max-tokens", "1280", "--budget", "2")
-_EFFORT = ("--trials", "12")
+_EFFORT = ("--trials", "12", "--retrain", "1")
 _AUTO = ("--out", "out", "--context", "64", "--margin", "nll=40%", "--memory", "40%,80%")
 _LAYOUTS = ("w/layouts/tiny/densest.yaml", "w/layouts/tiny/sparsest.yaml")
 COMMANDS = {
@@ -121,6 +121,8 @@ COMMANDS = {
             ("search", "--recipe", _RECIPE, "--probe", "tiny", *_SEARCH, *_EFFORT),
             "train-hybrid",
             reader="report",
+            grows=True,
+            trains=True,
         ),
         Command(
             "score",

@@ -32,6 +32,8 @@ HASHES_DIFFER = {*CLOCK_COLUMNS, "run.json", "trainer_state.json", CHECKPOINT}
 def normalised(path: Path) -> bytes | None:
     """Return the content that must not change, and None for a file that does not count."""
     name, content = path.name, path.read_bytes()
+    if name.startswith("study.db"):
+        return None  # the study of a search: trials with times; the table made of it counts
     if name == "sources.json":
         return None  # when the files of the text were written, copies of them later
     if name in CLOCK_COLUMNS:

@@ -29,6 +29,8 @@ HEAVY = (
     "pandas",
     "scipy.optimize",
     "matplotlib.pyplot",
+    "optuna",
+    "sqlalchemy",
     "spkv_nas",
     "spkv_nas.cli.app",
     "spkv_nas.stages.train",
@@ -67,7 +69,11 @@ def child(job: dict[str, Any]) -> None:
                 root.encode(), ctypes.c_long(kill_at), ctypes.c_long(full_after), log.encode()
             )
         from spkv_nas.cli import main
+        from spkv_nas.contrib.search import storage
 
+        # Seconds: workers are killed, and the next one waits for that long
+        storage.HEARTBEAT = 1
+        storage.GRACE = 4
         signal.signal(signal.SIGINT, signal.default_int_handler)
         # Ignored if the attack runs by nohup, and then by commands, too
         signal.signal(signal.SIGHUP, signal.SIG_DFL)

@@ -110,6 +110,12 @@ CASES = {
     "tables of reports": Case(
         "report", ("w/reports/tiny/*.csv", "w/reports/tiny/*.yaml"), _PAGE, _REPORT
     ),
+    "search": Case(
+        "search",
+        (f"{_RUNS}/search/**/*",),
+        ("w/reports/tiny/search*", "w/layouts/tiny/search"),
+        COMMANDS["search"],
+    ),
     "ablations": Case(
         "ablate", ("w/runs/tiny-ablations/branches/*/final/*",), ("w/reports",), COMMANDS["ablate"]
     ),

@@ -18,7 +18,11 @@ from spkv_nas.base.extras import EXTRAS
 
 HEAVY = [
     "pyarrow",
-    *(name for extra in ("train", "lora", "tasks", "tensorboard") for name in EXTRAS[extra]),
+    *(
+        name
+        for extra in ("train", "lora", "search", "tasks", "tensorboard")
+        for name in EXTRAS[extra]
+    ),
 ]
 ALL = [*HEAVY, *EXTRAS["report"]]
 WITHOUT = """
@@ -79,7 +83,7 @@ NEED = {
     "plan attention": "train",
     f"export {LAYOUT} --model embedded:dense --out new": "train",
     "demo": "train",
-    "search": "train",
+    "search": "search",
     "report": "report",
     "evaluate tasks paper": "tasks",
 }
@@ -202,4 +206,4 @@ def test_every_package_of_an_extra_is_known() -> None:
     }
     # It comes with jinja2
     assert external == {extra: set(packages) - {"markupsafe"} for extra, packages in EXTRAS.items()}
-    assert declared["all"] == ["spkv-nas[answers,gguf,lora,tasks,tensorboard]"]
+    assert declared["all"] == ["spkv-nas[answers,gguf,lora,postgresql,search,tasks,tensorboard]"]

@@ -230,7 +230,7 @@ class History:
         )
         probe = self.random.choice(names)
         name = f"s{text}-{probe}"
-        effort = {"budget": "3", "trials": 2, "max_tokens": 4096}
+        effort = {"budget": "3", "trials": 2, "retrain": 0, "max_tokens": 4096}
         folder = run(SearchOptions(recipe=recipe, probe=probe, name=name, **effort)).value.folder  # type: ignore[arg-type]
         evaluator = RecipeEvaluator(
             Recipe.read(recipe), Path(), Path("runs", f"s{text}"), max_tokens=4096

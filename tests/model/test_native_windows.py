@@ -213,7 +213,7 @@ class TestProposals:
             solve(table, 4, Constraints(global_layers=(2,)))
 
     def test_searches_leave_native_layers_local(self, table: HeadScores) -> None:
-        space = Space(table, 2, 10, Constraints().on(table))
+        space = Space(table, (2, 3), 10, Constraints().on(table))
         space.check()
         generator = np.random.default_rng(0)
         layouts = [space.random(generator) for _ in range(20)]

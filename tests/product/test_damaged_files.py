@@ -31,6 +31,7 @@ from spkv_nas.base.tables import write_csv
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.cli import main
 from spkv_nas.contrib.compare.stage import agreement
+from spkv_nas.contrib.search.storage import open_storage, open_study, storage_errors
 from spkv_nas.data import tokenizer as tokenizers
 from spkv_nas.data.blocks import build_blocks
 from spkv_nas.data.sources import Document, documents
@@ -320,6 +321,17 @@ def test_a_figure_without_numbers_has_an_axis() -> None:
 
 
 class TestResults:
+    def test_a_damaged_study_is_named(self, tmp_path: Path) -> None:
+        url = f"sqlite:///{tmp_path / 'study.db'}"
+        storage = open_storage(url)
+        open_study(storage, "x", {}, ["value"])
+        storage.engine.dispose()
+        data = bytearray((tmp_path / "study.db").read_bytes())
+        data[100:20_000] = bytes(19_900)
+        (tmp_path / "study.db").write_bytes(bytes(data))
+        with pytest.raises(UserError, match=r"if its file is damaged, remove it"), storage_errors():
+            open_study(open_storage(url), "x", {}, ["value"])
+
     def test_a_killed_probe_is_the_old_one_or_the_new(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -407,6 +419,7 @@ class TestFlags:
             ["propose", "--seed", "1" + "0" * 30],
             ["propose", "--num-random", "1000000000"],
             ["search", "--trials", "1000000000000"],
+            ["search", "--retrain", "1000000000000"],
             ["reproduce", "palindrome", "--steps", "1000000000000"],
             ["probe", "--context", "1000000000000"],
             ["plan", "attention", "--context", "9" * 30],

@@ -67,7 +67,7 @@ SLOW = {  # whole workflows, of twenty seconds and more
     ),
     *("serve-vllm.md", "search.md", "distributed.md"),
 }
-OTHERS = {"make", "pip", "uv", "vllm"}  # programs that install, or serve a page
+OTHERS = {"make", "pip", "uv", "optuna-dashboard", "vllm"}  # programs that install, or serve a page
 SERVER = "localhost:8000"  # in blocks of Python that talk to a server, which another test starts
 # Data from the hub; an engine; an exit code that depends on the models
 PARSED = (

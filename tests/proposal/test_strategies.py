@@ -117,7 +117,7 @@ class TestInstalledStrategy:
         assert "first-heads" in planned
 
     def test_a_search_starts_from_it(self, table: HeadScores) -> None:
-        starts = starting_layouts(Space(table, 4, 8))
+        starts = starting_layouts(Space(table, (4, 4), 8), [4])
         assert list(starts) == [
             one.name for one in STRATEGIES if not (one.is_control or one.is_random)
         ]

@@ -63,7 +63,7 @@ class TestCommandLine:
             TrainHybridOptions(
                 layouts=[Path("a.yaml"), Path("b c.yaml")], recipe=Path("r.yaml"), seeds=2
             ),
-            SearchOptions(sampler="random", budget="6", trials=3),
+            SearchOptions(retrain=0, budget="6..40", trials=3),
             AttentionOptions(level="level-8", context="8k", layout=[Path("a.yaml")]),
             PlanOptions(subject="recipe.yaml", hardware="h100"),
             PalindromeOptions(steps=3, name="mine"),

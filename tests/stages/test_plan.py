@@ -163,15 +163,17 @@ class TestDryRun:
         ablations = recipe_file.with_name("ablations.yaml")
         ablations.write_text(f"name: mine\nrecipe: {recipe_file.name}\nrows: {rows}\n")
         before = everything(tmp_path)
+        effort = ("--retrain", "2", "--budget", "1")
         outputs = {
             ("reproduce", "ablate", ablations): (
                 f"total: {6 * 4 * 32 + 2 * RUN + 20 * 4 * 32 + HELDOUT:,} tokens",
                 "longer",
                 "full atten",
             ),
-            ("search", "--probe", "p", "--recipe", recipe_file, "--budget", "1"): (
+            ("search", "--probe", "p", "--recipe", recipe_file, *effort): (
+                "short, layouts (at most), 3",
+                "full, layouts (at most), 3",
                 "scores (at most)",
-                "comparison with the best start",
             ),
         }
         for command, words in outputs.items():

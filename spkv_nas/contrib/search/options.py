@@ -5,18 +5,33 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from spkv_nas.base import errors, flag, progress
-from spkv_nas.contrib.search.sampler import SAMPLERS, ThompsonSampling
-from spkv_nas.proposal.budget import PAPER_BUDGET, parse_budget
+from spkv_nas.base import errors, flag, progress, units
+from spkv_nas.contrib.search.sampler import SAMPLERS, Effort
+from spkv_nas.proposal.budget import (
+    MEMORY,
+    PAPER_BUDGET,
+    is_several,
+    parse_budget,
+    parse_budgets,
+    parse_memories,
+)
 from spkv_nas.stages import commands, flags
-from spkv_nas.stages.options import EMBEDDED_RECIPE, LayerOptions, RetrainsLayouts
+from spkv_nas.stages.options import LayerOptions, RetrainsLayouts
 
 if TYPE_CHECKING:  # pandas takes too long for --help
+    from spkv_nas.artifacts.head_scores import HeadScores
     from spkv_nas.artifacts.layout import Layout
     from spkv_nas.contrib.search.space import Space
     from spkv_nas.training.recipe import Recipe
 
-_ONE_BUDGET = "search has one budget: start it again for another, or see critical-budget"
+Objective = Annotated[
+    str,
+    flag.Flag(
+        "Objectives: nll; or nll,kv-bytes for the Pareto front of both.",
+        metavar="NAMES",
+        values=("nll", "nll,kv-bytes"),
+    ),
+]
 Trials = Annotated[
     int, flag.Flag("Number of layouts to score without training.", low=1, high=10**6)
 ]
@@ -27,29 +42,46 @@ Sampler = Annotated[
         values=SAMPLERS.names,
     ),
 ]
+Retrain = Annotated[
+    int,
+    flag.Flag(
+        "Number of best layouts to retrain, beside the best start and the given ones: for a "
+        "quarter of the recipe's steps, then in full unless behind the median; 0 retrains none, "
+        "not even those.",
+        low=0,
+        high=10**6,
+    ),
+]
+Storage = Annotated[str | None, flag.Flag("URL of the study's database, such as postgresql://...")]
 
 
 @dataclass(frozen=True, kw_only=True)
 class SearchOptions(LayerOptions, RetrainsLayouts):
     """Search for better layouts than the strategies'. Writes reports/NAME/search.csv and layouts/NAME/search/.
 
-    Many layouts are scored without training on held-out text (--max-tokens, at most half of it). The best is then
-    compared with the best of the strategies' on the documents that selected nothing. After an interruption the same
-    command resumes: finished scores are kept. train-hybrid retrains what it finds.
+    Many layouts are scored without training, the best are retrained briefly, and the best of these in full. Full
+    retrainings are evaluated on held-out text that was not used for selection (--max-tokens, at most half of it, is).
+    With a second objective, --budget may be a range or a list. The same command, started again here or on another
+    machine with the same workspace, is another worker of the same study; after an interruption it resumes.
     """
 
     layouts: flags.OptionalLayoutFiles = flag.default(
-        note="Scored, too; those within budget, window and constraints are also started from."
+        note="Retrained, too; those within budget, window and constraints are also started from."
     )
-    recipe: flags.RecipeOption = flag.default(
-        None, EMBEDDED_RECIPE, note="Layouts are scored on its dense model."
+    budget: flags.OptionalBudgets = flag.default(
+        None,
+        PAPER_BUDGET,
+        note="Or memory=20%: as many heads as fit that share of full attention's KV cache.",
     )
-    budget: flags.OptionalBudget = flag.default(None, PAPER_BUDGET)
-    trials: Trials = 100
-    sampler: Sampler = ThompsonSampling.name
+    objective: Objective = "nll"
+    trials: Trials = Effort.trials
+    sampler: Sampler = Effort.sampler
+    retrain: Retrain = Effort.num_retrained
     max_tokens: flags.MaxTokens = flag.default(
         65_536, note="Held-out text for selection; at most half of it."
     )
+    context: flags.OptionalContext = None
+    storage: Storage = flag.default(None, "SQLite in runs/NAME/search/")
     name: flags.Name = flag.default(None, "the probe's")
     seed: flags.Seed = 0
 
@@ -58,18 +90,35 @@ class SearchOptions(LayerOptions, RetrainsLayouts):
 class SearchSpecification:
     """Validated specification of a search, made without training."""
 
+    effort: Effort  # trials, sampler, seed and retrainings
+    # Tokens of the sequence whose KV bytes are the second objective; None without one
+    context: int | None
     space: "Space"
     file: Path  # of the recipe
-    recipe: "Recipe"  # whose dense model layouts are scored on
+    recipe: "Recipe"  # to retrain layouts by
     name: str  # of the results
     # What the search starts from, by name: the strategies' and the given layouts in the space
     starts: "dict[str, Layout]"
     given: "dict[str, Layout]"  # that the user gave, by name
 
-    @property
-    def layouts(self) -> "dict[str, Layout]":
-        """Return the layouts to score besides those that the sampler draws, by name."""
-        return {**self.starts, **self.given}
+
+def _budgets(
+    budget: str | None, table: "HeadScores", window: int, context: str | None = None
+) -> list[int]:
+    """Return the numbers of global heads of a budget, ascending; memory counts at a context, by default the model's."""
+    from spkv_nas.proposal.requirements import Requirements
+
+    if not str(budget).startswith(MEMORY):
+        number = table.num_candidates
+        if is_several(budget):
+            return parse_budgets(str(budget), number)
+        return [parse_budget(budget, number)]
+    size = None if context is None else units.parse_context(context)
+    budgets = set()
+    for percent in parse_memories(str(budget)):
+        requirements = Requirements(kv_bytes=f"{percent}%", context=size)
+        budgets.add(requirements.limit(table, None, window).heads(table))
+    return sorted(budgets)
 
 
 def specify(
@@ -81,19 +130,20 @@ def specify(
     from spkv_nas.stages import engines, lookup
     from spkv_nas.training.recipe import Recipe
 
-    # Read the table and the recipe
+    # Read the table, the recipe and the objective
     table = lookup.chosen_table(options, reporter)
     file = lookup.chosen_recipe(options, table, "search.yaml")
     recipe = Recipe.read(file)
+    context = _parse_objective(options.objective, options.context)
     SAMPLERS[options.sampler]  # raises for an unknown one
     # Define the search space
     window = table.window or recipe.gates.window
-    budget = parse_budget(options.budget, table.num_candidates)
+    budgets = _budgets(options.budget, table, window, options.context)
     constraints = engines.read_constraints(options)
-    space = Space(table, budget, window, constraints.on(table))
+    space = Space(table, (budgets[0], budgets[-1]), window, constraints.on(table))
     space.check()
     # Read the layouts to start from and to compare with
-    strategies = starting_layouts(space)
+    strategies = starting_layouts(space, budgets)
     given = dict(Proposal.read(options.layouts or ()).layouts)
     _check_given(space, strategies, given)
     starts = dict(strategies)
@@ -107,6 +157,8 @@ def specify(
             starts.pop(name, None)
             given.pop(name, None)
     return SearchSpecification(
+        effort=Effort(options.trials, options.sampler, options.seed, options.retrain),
+        context=context,
         space=space,
         file=file,
         recipe=recipe,
@@ -140,6 +192,21 @@ def _check_given(
             )
 
 
+def _parse_objective(objective: str, context: str | None) -> int | None:
+    """Return the context of the second objective, KV bytes; None for NLL alone."""
+    if objective not in ("nll", "nll,kv-bytes"):
+        raise errors.UserError(
+            f"--objective '{objective}' is unknown; expected nll or nll,kv-bytes"
+        )
+    if objective == "nll":
+        return None
+    if context is None:
+        raise errors.UserError(
+            f"--objective {objective} needs --context, the number of tokens per sequence"
+        )
+    return units.parse_context(context)
+
+
 def check(options: SearchOptions) -> None:
     """Check the options by making the search's specification, and the recipe's files."""
     from spkv_nas.stages.checks import check_files
@@ -148,13 +215,4 @@ def check(options: SearchOptions) -> None:
     check_files(specification.recipe, specification.file.parent)
 
 
-SEARCH = commands.Command(
-    "search",
-    commands.runner(SearchOptions),
-    removed=(
-        ("--retrain", "search scores without training: train-hybrid retrains the layout it names"),
-        ("--storage", "search is one process, whose finished scores are kept in runs/"),
-        ("--objective", _ONE_BUDGET),
-        ("--context", _ONE_BUDGET),
-    ),
-)
+SEARCH = commands.Command("search", commands.runner(SearchOptions))

@@ -60,7 +60,8 @@ class ThompsonSampling(Sampler):
 
     Heads with uncertain weights are tried because a draw may rate them high, until the scores rule that out. Draws are
     scaled towards the mean by a random factor, because full draws with a weight per head explore for too long
-    (reports/LOG.md).
+    (reports/LOG.md). With a second objective each layout draws its number of global heads, and thereby the trade-off of
+    cost against NLL.
     """
 
     name = "surrogate"
@@ -97,12 +98,13 @@ class ThompsonSampling(Sampler):
         proposals: list[Layout] = []
         for number in numbers[len(first) :]:
             generator = np.random.default_rng([seed, number])
+            budget = int(generator.integers(space.budgets[0], space.budgets[1] + 1))
             # Without a model yet, stay near the best heads of the table
             if weights is None:
                 gain = ranks(signal) + generator.random(len(signal))
             else:
                 gain = weights.draw(generator, spread=generator.random())
-            layout = space.optimum(gain.reshape(space.table.grid), tried)
+            layout = space.optimum(gain.reshape(space.table.grid), budget, tried)
             proposals.append(layout)
             tried.add(layout.heads)
         return [*first, *sorted(proposals, key=lambda layout: layout.heads)]
@@ -134,6 +136,16 @@ SAMPLERS: registry.Registry[Sampler] = registry.Registry(
     Sampler,  # type: ignore[type-abstract]
     (ThompsonSampling(), RandomSearch()),
 )
+
+
+@dataclass(frozen=True)
+class Effort:
+    """Effort of a search."""
+
+    trials: int = 100  # layouts to score without training
+    sampler: str = ThompsonSampling.name
+    seed: int = 0
+    num_retrained: int = 4  # best layouts to retrain, besides those to compare with
 
 
 @dataclass

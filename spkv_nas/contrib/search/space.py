@@ -1,15 +1,17 @@
-"""Define the search space of layouts, the layouts to start from, and the trials of a search."""
+"""Define the search space of layouts, the effort of a search, and its trials with their Pareto order."""
 
-from collections.abc import Collection, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.artifacts.search_table import BASELINE, COLUMNS
+from spkv_nas.artifacts.search_table import BASELINE, COLUMNS, FIDELITIES
 from spkv_nas.base.arrays import Float, Mask
 from spkv_nas.evaluation.paired import PairedDifference
 from spkv_nas.proposal.constraints import CONSTRAINED, Constraints, solve
@@ -26,13 +28,15 @@ class Space:
     """The layouts on one grid that meet constraints and budget."""
 
     table: HeadScores  # head densities [L, Hkv]
-    budget: int  # number of global KV heads; fewer where constraints allow no more
+    # Smallest and largest number of global KV heads; fewer where constraints allow no more
+    budgets: tuple[int, int]
     window: int  # tokens
     constraints: Constraints = field(default_factory=Constraints)
 
     def check(self) -> None:
-        """Check that constraints are feasible at the budget. Raises ``UserError`` if not."""
-        solve(self.table, self.budget, self.constraints, window=self.window)
+        """Check that constraints are feasible at the smallest and largest budget. Raises ``UserError`` if not."""
+        for budget in sorted(set(self.budgets)):
+            solve(self.table, budget, self.constraints, window=self.window)
 
     @property
     def sinks(self) -> int:
@@ -40,26 +44,28 @@ class Space:
         return self.table.sinks
 
     def random(self, generator: np.random.Generator) -> Layout:
-        """Return a random layout."""
-        return self._best(generator.random(self.table.grid))
+        """Return a random layout of a random budget."""
+        noise = generator.random(self.table.grid)
+        low, high = self.budgets
+        return self._best(noise, int(generator.integers(low, high + 1)))
 
-    def optimum(self, gain: Float, tried: Collection[tuple[str, ...]] = ()) -> Layout:
-        """Return the layout of highest total ``gain`` [L, Hkv] that is not in ``tried``.
+    def optimum(self, gain: Float, budget: int, tried: Collection[tuple[str, ...]] = ()) -> Layout:
+        """Return the layout of highest total ``gain`` [L, Hkv] with ``budget`` global heads that is not in ``tried``.
 
         Gains may have either sign, which does not influence how many heads are global. If all layouts were tried, the
         best of them is returned.
         """
         # Make gains positive, and return the best layout if it is new
         gain = gain - gain.min() + 1e-3 * max(float(np.ptp(gain)), 1e-9)
-        best = self._best(gain)
+        best = self._best(gain, budget)
         if best.heads not in tried:
             return best
         # Exclude the tried layouts; without constraints, take fewer heads only if all of the budget are tried
         masks = [Layout(heads, self.window).global_mask for heads in tried]
         named = self.constraints.named
-        for at_least in [self._least] if named else [self.budget, self._least]:
+        for at_least in [self._least] if named else [budget, self._least]:
             problem = Problem(
-                self.table.heads_per_layer, named, self.budget, excluded=masks, at_least=at_least
+                self.table.heads_per_layer, named, budget, excluded=masks, at_least=at_least
             )
             solution = problem.optimum(gain[None], gap=_GAP)
             if solution is not None:
@@ -67,22 +73,22 @@ class Space:
         return best
 
     def contains(self, layout: Layout) -> bool:
-        """Return true if the layout has this grid, window and sinks, meets the constraints and fits the budget."""
+        """Return true if the layout has this grid, window and sinks, meets the constraints and fits the budgets."""
         if layout.windows or (layout.window, layout.sinks) != (self.window, self.sinks):
             return False
         if layout.heads_per_layer != self.table.heads_per_layer:
             return False
-        if not self._least <= layout.num_global <= self.budget:
+        if not self._least <= layout.num_global <= self.budgets[1]:
             return False
         return not self.constraints.broken_by(layout)
 
-    def _best(self, gain: Float) -> Layout:
-        """Return the layout of highest total gain within the budget under the constraints."""
+    def _best(self, gain: Float, budget: int) -> Layout:
+        """Return the layout of highest total gain with at most ``budget`` global heads under the constraints."""
         if not self.constraints.named:
-            return self._with(densest(np.where(self.table.is_head, gain, np.nan), self.budget))
-        problem = Problem(self.table.heads_per_layer, self.constraints.named, self.budget)
+            return self._with(densest(np.where(self.table.is_head, gain, np.nan), budget))
+        problem = Problem(self.table.heads_per_layer, self.constraints.named, budget)
         best = problem.optimum(np.maximum(gain, 1e-6)[None])
-        assert best is not None  # as in ``check``
+        assert best is not None  # ``check`` solved the smallest budget; larger ones allow more
         return self._with(best.mask)
 
     def _with(self, mask: Mask) -> Layout:
@@ -97,7 +103,9 @@ class Space:
     @cached_property
     def _least(self) -> int:
         """Return the smallest number of global heads in a layout of the space."""
-        return min(self.budget, self._best(ranks(self.table.density) + 1.0).num_global)
+        smallest = self.budgets[0]
+        allowed = self._best(ranks(self.table.density) + 1.0, smallest).num_global
+        return min(smallest, allowed)
 
 
 def ranks(values: Float) -> Float:
@@ -107,16 +115,9 @@ def ranks(values: Float) -> Float:
     return (number_in_order / max(1, values.size - 1)).reshape(values.shape)
 
 
-def starting_layouts(space: Space) -> dict[str, Layout]:
-    """Return the layouts of the strategies in the space, by name."""
-    layouts = {}
-    for strategy in STRATEGIES:
-        if not strategy.is_control and not strategy.is_random:
-            layout = layout_by(strategy, space.table, space.budget, window=space.window)
-            layouts[strategy.name] = layout
-    if space.constraints.named:
-        layout = solve(space.table, space.budget, space.constraints, window=space.window)
-        layouts[CONSTRAINED] = layout
+def starting_layouts(space: Space, budgets: list[int]) -> dict[str, Layout]:
+    """Return the layouts to start from: the strategies' for one budget, the best of five budgets for a range."""
+    layouts = _of_strategies(space, budgets[0]) if len(budgets) == 1 else _spread(space, budgets)
     starts = {}
     for name, layout in layouts.items():
         if space.contains(layout):
@@ -124,15 +125,46 @@ def starting_layouts(space: Space) -> dict[str, Layout]:
     return starts
 
 
+def _of_strategies(space: Space, budget: int) -> dict[str, Layout]:
+    """Return the layouts of every strategy for one budget."""
+    layouts = {}
+    for strategy in STRATEGIES:
+        if not strategy.is_control and not strategy.is_random:
+            layouts[strategy.name] = layout_by(strategy, space.table, budget, window=space.window)
+    if space.constraints.named:
+        layouts[CONSTRAINED] = solve(space.table, budget, space.constraints, window=space.window)
+    return layouts
+
+
+def _spread(space: Space, budgets: list[int]) -> dict[str, Layout]:
+    """Return the best layouts of five budgets, spread over a range."""
+    layouts = {}
+    for budget in sorted({budgets[round(part * (len(budgets) - 1) / 4)] for part in range(5)}):
+        layout = solve(space.table, budget, space.constraints, window=space.window)
+        layouts[f"densest-{layout.num_global}"] = layout
+    return layouts
+
+
+@dataclass(frozen=True)
+class LayoutCost:
+    """A second objective: the cost of a layout, with its name and unit."""
+
+    name: str
+    of: Callable[[Layout], float]
+
+
 @dataclass(frozen=True)
 class Trial:
-    """A tried layout and its score, the change of NLL against full attention without training."""
+    """A tried layout and its measurements so far; changes of NLL are relative to full attention."""
 
     sampler: str
     seed: int
     number: int
     layout: Layout
+    cost: float | None
     zero_shot: PairedDifference
+    short: PairedDifference | None = None
+    full: PairedDifference | None = None
 
     @property
     def name(self) -> str:
@@ -142,9 +174,11 @@ class Trial:
         return f"{self.sampler}-{self.seed}-{self.number}"
 
     @property
-    def named_layout(self) -> Layout:
-        """Return the layout, named after the trial."""
-        return replace(self.layout, strategy=self.name)
+    def values(self) -> list[float]:
+        """Return the objectives without training: change of NLL in percent, then the cost if there is one."""
+        if self.cost is None:
+            return [self.zero_shot.percent]
+        return [self.zero_shot.percent, self.cost]
 
 
 def best_start(trials: Sequence[Trial], starts: Mapping[str, Layout]) -> Trial | None:
@@ -155,10 +189,36 @@ def best_start(trials: Sequence[Trial], starts: Mapping[str, Layout]) -> Trial |
     return min(baselines, key=lambda trial: trial.zero_shot.percent, default=None)
 
 
+def ranked(values: Float) -> list[int]:
+    """Return the row numbers of ``values`` [points, objectives] by successive Pareto fronts, best first."""
+    remaining = list(range(len(values)))
+    order = []
+    while remaining:
+        front = [remaining[index] for index in first_front(values[remaining])]
+        order += front
+        remaining = [index for index in remaining if index not in set(front)]
+    return order
+
+
+def first_front(values: Float) -> list[int]:
+    """Return the rows of ``values`` on the Pareto front, sorted by the first objective.
+
+    A row is on the front if no other is at least as good in all objectives and better in one. NaN is worse than any
+    number.
+    """
+    values = np.where(np.isnan(values), np.inf, values)
+    rows = values[:, None]
+    others = values[None]
+    is_dominated = np.all(rows >= others, -1) & np.any(rows > others, -1)
+    front: list[int] = np.flatnonzero(~is_dominated.any(1)).tolist()
+    return sorted(front, key=lambda index: tuple(values[index]))
+
+
 def result_table(trials: Sequence[Trial], table: HeadScores) -> pd.DataFrame:
-    """Tabulate the trials with columns ``COLUMNS``; those of retrainings are NaN, ``heads`` has a word per layer."""
-    rows = [
-        {
+    """Tabulate the trials with columns ``COLUMNS``; unmeasured values are NaN, ``heads`` has a word per layer."""
+    rows = []
+    for trial in trials:
+        row: dict[str, Any] = {
             "name": trial.name,
             "sampler": trial.sampler,
             "seed": trial.seed,
@@ -166,10 +226,26 @@ def result_table(trials: Sequence[Trial], table: HeadScores) -> pd.DataFrame:
             "hash": trial.layout.hash,
             "num_global": trial.layout.num_global,
             "coverage_percent": 100 * coverage(table, trial.layout),
-            "zero_shot_delta_percent": trial.zero_shot.percent,
-            "zero_shot_standard_error": trial.zero_shot.standard_error,
+            "cost": math.nan if trial.cost is None else trial.cost,
             "heads": " ".join(trial.layout.heads),
         }
-        for trial in trials
-    ]
+        # Add the change of NLL at every fidelity
+        for fidelity in FIDELITIES:
+            change = getattr(trial, fidelity) or PairedDifference(math.nan, math.nan)
+            row[f"{fidelity}_delta_percent"] = change.percent
+            row[f"{fidelity}_standard_error"] = change.standard_error
+        rows.append(row)
     return pd.DataFrame(rows, columns=list(COLUMNS))
+
+
+def front(trials: Sequence[Trial]) -> list[Trial]:
+    """Return the distinct trials on the Pareto front of the zero-shot objectives, lowest NLL first."""
+    candidates = distinct(trials)[::-1]
+    values = np.array([trial.values for trial in candidates])
+    return [candidates[index] for index in first_front(values)]
+
+
+def distinct(trials: Sequence[Trial]) -> list[Trial]:
+    """Return the first trial of each layout, in order of their last ones."""
+    first_trials = {trial.layout.content_hash: trial for trial in reversed(trials)}
+    return list(first_trials.values())[::-1]

@@ -1,6 +1,6 @@
-"""Run a study: sample layouts and score them without training, with a command or on a model in memory.
+"""Search from Python: a study of layouts on a model in memory, scored without training.
 
-``spkv-nas search`` runs the same study on a recipe's dense model::
+A study samples the layouts that ``spkv-nas search`` would sample, without its database, workers and retraining::
 
     from spkv_nas.contrib.search.study import search_layouts
 
@@ -12,6 +12,7 @@ As in Optuna, callbacks are called with the study and each finished trial, and m
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import get_args
 
@@ -26,15 +27,22 @@ from spkv_nas.base.progress import LOGGER
 from spkv_nas.contrib.search.sampler import (
     SAMPLERS,
     TRIALS_PER_ROUND,
+    Effort,
     Sampler,
     StudySampler,
-    ThompsonSampling,
 )
-from spkv_nas.contrib.search.space import Space, Trial, result_table, starting_layouts
+from spkv_nas.contrib.search.space import (
+    LayoutCost,
+    Space,
+    Trial,
+    front,
+    result_table,
+    starting_layouts,
+)
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation import paired, zero_shot
 from spkv_nas.model.windows import default_window
-from spkv_nas.proposal.budget import parse_budget
+from spkv_nas.proposal.budget import is_several, parse_budget, parse_budgets
 from spkv_nas.proposal.constraints import Constraints
 from spkv_nas.stages.python_api import public
 
@@ -47,6 +55,7 @@ class Study:
     Args:
         score: returns the change of NLL of each layout, in order.
         starts: layouts of the space to try first, by name.
+        cost: a second objective to minimise; ``front`` then trades off both.
 
     Raises ``UserError``: the sampler is unknown.
     """
@@ -57,12 +66,14 @@ class Study:
         score: Callable[[Sequence[Layout]], list[paired.PairedDifference]],
         starts: Mapping[str, Layout],
         *,
-        sampler: str | Sampler = ThompsonSampling.name,
+        sampler: str | Sampler = Effort.sampler,
         seed: int = 0,
+        cost: LayoutCost | None = None,
     ) -> None:
         """Create a study without trials; ``optimize`` runs it."""
         self._space = space
         self._score = score
+        self._cost = cost
         chosen = SAMPLERS[sampler]
         self._kind = chosen.name
         self._seed = seed
@@ -107,17 +118,13 @@ class Study:
             seed=self._seed,
             number=len(self._finished),
             layout=layout,
+            cost=None if self._cost is None else self._cost.of(layout),
             zero_shot=self._scores[layout.content_hash],
         )
 
     def stop(self) -> None:
         """Stop ``optimize`` after the current trial; to be called by a callback."""
         self._goal = len(self._finished)
-
-    @property
-    def finished(self) -> list[Trial]:
-        """Return the finished trials, in order."""
-        return list(self._finished)
 
     @property
     def trials(self) -> pd.DataFrame:
@@ -135,7 +142,12 @@ class Study:
     @property
     def best_layout(self) -> Layout:
         """Return the layout of ``best_trial``, named after the trial."""
-        return self.best_trial.named_layout
+        return replace(self.best_trial.layout, strategy=self.best_trial.name)
+
+    @property
+    def front(self) -> list[Trial]:
+        """Return the Pareto front of NLL and cost, lowest NLL first; without a cost, the best trial."""
+        return front(self._finished)
 
 
 @public
@@ -147,9 +159,10 @@ def search_layouts(
     *,
     trials: int = 100,
     window: int | None = None,
-    sampler: str | Sampler = ThompsonSampling.name,
+    sampler: str | Sampler = Effort.sampler,
     seed: int = 0,
     starts: Mapping[str, Layout] | None = None,
+    cost: LayoutCost | None = None,
     batch_size: int = 8,
     callbacks: Sequence[Callback] = (),
 ) -> Study:
@@ -159,13 +172,14 @@ def search_layouts(
         model: dense, hybrid or gated model; it is left unchanged.
         blocks: text to select on. The best score is biased by selection: score the winner again on other text.
         table: head scores that guide the sampler, such as ``head_gates`` gives.
-        budget: global KV heads, as a number or a share such as "25%"; by default the number that the table was
-            learned for, or the paper's share.
+        budget: global KV heads, as a number, a share such as "25%", or a range such as "12..24"; by default the
+            number that the table was learned for, or the paper's share.
         trials: layouts to try; 0 returns a study to call ``optimize`` on.
         window: tokens visible to local heads, the query's own included; by default the table's, or ``default_window``.
         sampler: name of one of ``search.sampler.SAMPLERS``: "surrogate" or "random"; or a sampler.
         seed: random seed; equal seeds give equal trials.
         starts: layouts to try first, by name; by default those of the proposal strategies.
+        cost: second objective.
         batch_size: micro-batch size in blocks.
         callbacks: called with the study and each finished trial.
 
@@ -174,12 +188,15 @@ def search_layouts(
     """
     # Define the search space
     budget = table.record.budget if budget is None else budget
-    number = parse_budget(budget, table.num_candidates)
+    number = table.num_candidates
+    budgets = (
+        parse_budgets(str(budget), number) if is_several(budget) else [parse_budget(budget, number)]
+    )
     window = window or table.window or default_window(model, blocks.block_size)
-    space = Space(table, number, window, Constraints().on(table))
+    space = Space(table, (budgets[0], budgets[-1]), window, Constraints().on(table))
     space.check()
     # Choose and check the starts
-    first = starting_layouts(space) if starts is None else starts
+    first = starting_layouts(space, budgets) if starts is None else starts
     for name, layout in first.items():
         if not space.contains(layout):
             raise errors.UserError(
@@ -189,7 +206,7 @@ def search_layouts(
 
     # Run the trials
     scorer = _scorer(model, blocks, batch_size)
-    study = Study(space, scorer, first, sampler=sampler, seed=seed)
+    study = Study(space, scorer, first, sampler=sampler, seed=seed, cost=cost)
     return study.optimize(trials, callbacks)
 
 

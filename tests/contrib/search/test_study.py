@@ -13,6 +13,7 @@ import spkv_nas
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
 from spkv_nas.contrib.search.sampler import RandomSearch
+from spkv_nas.contrib.search.space import LayoutCost
 from spkv_nas.contrib.search.study import search_layouts
 from spkv_nas.data.blocks import TokenBlocks
 
@@ -38,23 +39,41 @@ def test_a_study(blocks: TokenBlocks) -> None:
     rows = spkv_nas.score(model, blocks, best)
     lowest = study.trials["zero_shot_delta_percent"].min()
     assert lowest == pytest.approx(rows["delta_nll_percent"].dropna().item(), abs=1e-6)
+    assert study.front[0].layout.heads == best.heads
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
 def test_resumes_with_equal_results(blocks: TokenBlocks) -> None:
     model, table = tiny_model(), make_table(DENSITY)
-    whole = search_layouts(model, blocks, table, 3, trials=13, window=6)
+    whole = search_layouts(model, blocks, table, "2..4", trials=13, window=6)
     parts = search_layouts(
         model,
         blocks,
         table,
-        3,
+        "2..4",
         trials=13,
         window=6,
         callbacks=[lambda study, trial: study.stop() if trial.number == 3 else None],
     )
     assert len(parts.trials) == 4
     assert parts.optimize(5).optimize(4).trials.equals(whole.trials)
+
+
+def test_a_second_objective(blocks: TokenBlocks) -> None:
+    cost = LayoutCost("global heads", lambda layout: float(layout.num_global))
+    study = search_layouts(
+        tiny_model(),
+        blocks,
+        make_table(DENSITY),
+        "1..6",
+        trials=12,
+        window=6,
+        cost=cost,
+        sampler="random",
+    )
+    heads = [trial.cost for trial in study.front]
+    assert heads == sorted(heads, reverse=True)
+    assert list(study.trials["cost"]) == list(study.trials["num_global"])
 
 
 def test_mistakes(blocks: TokenBlocks) -> None:
@@ -70,8 +89,8 @@ def test_mistakes(blocks: TokenBlocks) -> None:
 def test_wrong_arguments(blocks: TokenBlocks) -> None:
     """They are checked as those of the functions in ``spkv_nas``."""
     table = make_table(DENSITY)
-    with pytest.raises(UserError, match=r"^window must be a whole number or None; found 'x'$"):
-        search_layouts(tiny_model(), blocks, table, window="x")  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=r"^cost must be a LayoutCost or None; found 3$"):
+        search_layouts(tiny_model(), blocks, table, cost=3)  # type: ignore[arg-type]
     with pytest.raises(UserError, match="longer than the model's table of 16 positions"):
         search_layouts(
             tiny_model("gpt2", max_position_embeddings=16), blocks, table, trials=1, window=4

@@ -168,7 +168,7 @@ class TestHeadWeights:
 
 
 def tried(layout: Layout, score: float) -> Trial:
-    return Trial("surrogate", 0, 0, layout, PairedDifference(score, 0.0))
+    return Trial("surrogate", 0, 0, layout, None, PairedDifference(score, 0.0))
 
 
 def study(
@@ -197,7 +197,7 @@ class TestSearch:
         generator = np.random.default_rng(0)
         weights, pairs = 0.03 * generator.normal(size=48), 0.02 * generator.normal(size=47)
         weights[generator.choice(48, 5, replace=False)] += (1.0, 0.7, 0.5, 0.4, 0.3)
-        space = Space(make_table(generator.random((16, 3))), 12, 8)
+        space = Space(make_table(generator.random((16, 3))), (12, 12), 8)
 
         def score(layout: Layout) -> float:
             mask = layout.global_mask.ravel()
@@ -223,7 +223,7 @@ class TestSearch:
         table = replace(
             make_table(np.random.default_rng(0).random((3, 3))), record=ProbeRecord.of({"sinks": 4})
         )
-        space = Space(table, budget, 8, constraints)
+        space = Space(table, (budget, budget), 8, constraints)
         weights = np.arange(9.0).reshape(3, 3)
         trials = -(-layouts // TRIALS_PER_ROUND) * TRIALS_PER_ROUND
         scored = study(
@@ -239,8 +239,8 @@ class TestSearch:
         assert all(space.contains(layout) for layout, _ in scored)
 
     def test_starts_come_first_and_no_second_time(self) -> None:
-        space = Space(make_table(np.random.default_rng(3).random((6, 3))), 6, 8)
-        start = space.optimum(space.table.density)
+        space = Space(make_table(np.random.default_rng(3).random((6, 3))), (6, 6), 8)
+        start = space.optimum(space.table.density, 6)
         proposed = propose(space, range(TRIALS_PER_ROUND), starts=[start])
         assert proposed[0] == start
         assert start not in proposed[1:]
@@ -249,17 +249,24 @@ class TestSearch:
 
     def test_a_generation_is_sorted(self) -> None:
         """Half of a generation then shares more layers than in the order drawn."""
-        space = Space(make_table(np.random.default_rng(3).random((6, 3))), 6, 8)
+        space = Space(make_table(np.random.default_rng(3).random((6, 3))), (6, 6), 8)
         heads = [layout.heads for layout in propose(space, range(10, 20))]
         assert heads == sorted(heads)
 
     def test_a_score_that_is_infinite_is_left_out(self) -> None:
-        space = Space(make_table(np.random.default_rng(3).random((6, 3))), 6, 8)
+        space = Space(make_table(np.random.default_rng(3).random((6, 3))), (6, 6), 8)
         results = [
             tried(layout, -float(space.table.density[layout.global_mask].sum()))
             for layout in propose(space, range(20))
         ]
-        worst = tried(space.optimum(-space.table.density), np.inf)
+        worst = tried(space.optimum(-space.table.density, 6), np.inf)
         numbers = range(20, 30)
         assert propose(space, numbers, [*results, worst]) == propose(space, numbers, results)
         assert len(propose(space, numbers, [worst])) == TRIALS_PER_ROUND
+
+    def test_budgets_of_a_range_are_spread(self) -> None:
+        space = Space(make_table(np.random.default_rng(3).random((6, 3))), (3, 12), 8)
+        scored = study(space, "surrogate", 0, 40, lambda layout: -float(layout.num_global))
+        numbers = {layout.num_global for layout, _ in scored}
+        assert numbers <= set(range(3, 13))
+        assert len(numbers) >= 8
