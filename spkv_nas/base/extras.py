@@ -15,7 +15,7 @@ from spkv_nas.base.errors import UserError
 
 # Packages by extra; pyproject.toml has their versions
 EXTRAS = {
-    "report": ("jinja2", "markupsafe", "matplotlib"),
+    "report": ("jinja2", "markupsafe", "matplotlib", "seaborn"),
     "train": (
         "accelerate",
         "datasets",

@@ -7,7 +7,7 @@ gives the same bytes. Names are drawn literally (``$`` starts no formula).
 import io
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -320,23 +320,33 @@ def _point_style(points: Points) -> dict[str, Any]:
 
 def _draw_map(ax: axes.Axes, chart: Chart, cells: Heatmap) -> None:
     """Draw a heatmap with its axes, marked cells and colour bar."""
-    # Cells, centred on integers
+    import seaborn as sns  # imported here because it is slow and only maps need it
+
+    # Cells
     values = np.array(cells.values)
     rows, columns = values.shape
-    ax.pcolormesh(
+    texts = None
+    if cells.written:
+        texts = np.array([[cells.scale.text(value) for value in row] for row in cells.values])
+    sns.heatmap(
         cells.scale.fraction(values),
+        ax=ax,
         vmin=0,
         vmax=1,
         cmap="cividis",
-        edgecolors="white",
-        linewidth=0.8 if cells.written else 1.2,
-        transform=Affine2D().translate(-0.5, -0.5) + ax.transData,
+        square=True,
+        cbar=False,
+        linecolor="white",
+        linewidths=0.8 if cells.written else 1.2,
+        xticklabels=False,
+        yticklabels=False,
+        annot=texts,
+        annot_kws={"fontsize": 8.5},
+        fmt="",
     )
-    ax.set_aspect("equal")
-    ax.spines["bottom"].set_visible(False)
-    if cells.written:
-        texts = [[cells.scale.text(value) for value in row] for row in cells.values]
-        _write_cells(ax, cells, texts, 8.5)
+    # Seaborn's cells start at integers, a chart's are centred on them: shift by half a cell
+    for artist in (*ax.collections, *ax.texts):
+        artist.set_transform(Affine2D().translate(-0.5, -0.5) + ax.transData)
     # Axes
     size = 9 if cells.written else 8
     for ruler, axis in ((ax.xaxis, chart.x), (ax.yaxis, chart.y)):
@@ -356,20 +366,13 @@ def _mark_cells(ax: axes.Axes, cells: Heatmap) -> None:
         corner = (column - 0.44, row - 0.44)
         ax.add_patch(Rectangle(corner, 0.88, 0.88, fill=False, edgecolor=CHOSEN, linewidth=1.8))
         ax.plot(column, row, "o", color="white", markeredgecolor="black", markersize=3.2)
-    _write_cells(ax, cells, cells.letters, 6.5)
-
-
-def _write_cells(
-    ax: axes.Axes, cells: Heatmap, texts: Sequence[Sequence[str]], size: float
-) -> None:
-    """Write a text into each cell, in black or white, unless the text is blank or the cell empty."""
-    for row, columns in enumerate(texts):
-        for column, text in enumerate(columns):
-            value = cells.values[row][column]
-            if not text.strip() or math.isnan(value):
+    for row, letters in enumerate(cells.letters):
+        for column, letter in enumerate(letters):
+            if not letter.strip():
                 continue
-            _, ink = cividis(float(cells.scale.fraction(value)))
-            ax.text(column, row, text, ha="center", va="center", fontsize=size, color=ink)
+            share = float(cells.scale.fraction(cells.values[row][column]))
+            _, ink = cividis(share)
+            ax.text(column, row, letter, ha="center", va="center", fontsize=6.5, color=ink)
 
 
 def _draw_colour_bar(ax: axes.Axes, cells: Heatmap, columns: int) -> None:
