@@ -50,7 +50,9 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workspace:
         candidate=["densest", "mine"], criterion="nll", unit="%", answer=["passes", "open"]
     )
     rows = rows.assign(margin=1, low=[-0.25, float("nan")], num_samples=83, more_samples=4)
-    rows = rows.assign(num_compared=900, num_clipped=0, kl_mean=[0.0123, float("nan")], kl_quantile=0.41)
+    rows = rows.assign(
+        num_compared=900, num_clipped=0, kl_mean=[0.0123, float("nan")], kl_quantile=0.41
+    )
     rows = rows.assign(same_top=96.8)
     record = {
         "candidates": {"densest": "dense", "mine": "trained"},
