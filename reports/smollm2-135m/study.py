@@ -4,8 +4,9 @@
 
 Costs are measured on the first documents of every domain; README.md has the commands. With ``--compare``, layouts of
 several kinds are compared on these documents, and the finalists and a few others are measured on documents that chose
-nothing; without it, the costs alone choose, and all kinds are measured. Finished steps are kept in OUT. Memory is
-counted at the length at which layouts are measured.
+nothing; without it, the costs alone choose, and all kinds are measured. With ``--layouts`` instead of ``--costs``, the
+layouts in these files are measured. Finished steps are kept in OUT. Memory is counted at the length at which layouts
+are measured.
 """
 
 import argparse
@@ -47,7 +48,10 @@ def main() -> None:
     """Run the steps that OUT does not have yet, and write OUT/layouts.csv after every document."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model")
-    parser.add_argument("--costs", type=Path, required=True)
+    parser.add_argument("--costs", type=Path)
+    parser.add_argument(
+        "--layouts", type=Path, nargs="+", help="files to measure, instead of --costs"
+    )
     parser.add_argument("--compare", type=Path)
     parser.add_argument("--measure", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
@@ -62,8 +66,13 @@ def main() -> None:
     options = parser.parse_args()
     model, tokenizer = spkv_nas.load(options.model, dtype="float32")
     loaded = model, tokenizer
-    table = _table(loaded, options)
     head_dim = model.config.head_dim
+    if options.layouts:
+        cost = CacheCost(options.context, 1, 1, head_dim, dtype="float32")
+        layouts = {file.stem: spkv_nas.Layout.read(file) for file in options.layouts}
+        _measure(loaded, layouts, {}, cost, options)
+        return
+    table = _table(loaded, options)
     cost = CacheCost(
         options.context, 1, table.window or 1, head_dim, dtype="float32", sinks=table.sinks
     )
@@ -71,16 +80,17 @@ def main() -> None:
     layouts: dict[str, Layout] = {}
     compared: dict[str, dict[str, float]] = {}
     if options.compare is None:
+        assert table.record.nll is not None
         full = cost.full(table.num_heads)
         for percent in percents:
             rivals = rival_layouts(table, cost, int(percent / 100.0 * full))
             layouts |= {f"{percent:g}-{name}": layout for name, layout in rivals.items()}
         for name, layout in layouts.items():
             nats = predicted_loss(table, layout)
-            compared[name] = {"predicted": 100.0 * nats / float(table.metadata["nll"])}
+            compared[name] = {"predicted": 100.0 * nats / table.record.nll}
     else:
         layouts, compared = _compared(loaded, percents, table, cost, options)
-    _measure(loaded, layouts, compared, cost, table, options)
+    _measure(loaded, layouts, compared, cost, options)
 
 
 def _compared(
@@ -91,7 +101,7 @@ def _compared(
     options: argparse.Namespace,
 ) -> tuple[dict[str, Layout], dict[str, dict[str, float]]]:
     """Compare layouts of several kinds; return them and a few others, and the columns of the comparison."""
-    text = _text(loaded, options.compare, options.context, options.documents)
+    text = text_blocks(loaded, options.compare, options.context, options.documents)
     rivals = Rivals(
         loaded[0], text, table, cost, percents, cache=lambda part: options.out / _name(part)
     )
@@ -118,7 +128,7 @@ def _compared(
     return layouts, compared
 
 
-def _text(loaded: Text, folder: Path, length: int, number: int) -> TokenBlocks:
+def text_blocks(loaded: Text, folder: Path, length: int, number: int) -> TokenBlocks:
     """Return the first ``number`` documents of every file of a folder, each alone in a block."""
     documents = []
     for file in sorted(folder.glob("*.jsonl")):
@@ -138,7 +148,7 @@ def _table(loaded: Text, options: argparse.Namespace) -> HeadScores:
     if not folder.exists():
         start = time.monotonic()
         number = options.cost_documents or options.documents
-        blocks = _text(loaded, options.costs, options.cost_length, number)
+        blocks = text_blocks(loaded, options.costs, options.cost_length, number)
         # Fewer than usual: a document takes a quarter of an hour
         if options.cost_draws is not None:
             window_costs.ALL_DRAWS = options.cost_draws * blocks.num_blocks
@@ -176,12 +186,13 @@ def _measure(
     layouts: dict[str, Layout],
     compared: dict[str, dict[str, float]],
     cost: CacheCost,
-    table: HeadScores,
     options: argparse.Namespace,
 ) -> None:
     """Measure layouts document by document, and write the table after each."""
-    text = _text(loaded, options.measure, options.context, options.documents)
-    full = cost.full(table.num_heads)
+    text = text_blocks(loaded, options.measure, options.context, options.documents)
+    config = loaded[0].config
+    layers = range(config.num_hidden_layers)
+    full = cost.full(config.num_hidden_layers * config.num_key_value_heads)
     nothing = paired.DocumentNLL(
         np.zeros(len(text.documents)), np.zeros(len(text.documents), np.int64)
     )
@@ -196,9 +207,11 @@ def _measure(
         )
         sums = {name: sums[name].plus(score) for name, score in zip(sums, scores, strict=True)}
         rows = []
+        first = next(iter(layouts))
         for name, layout in layouts.items():
             change = paired.paired_difference(sums[name], sums["full"])
-            memory = cost.layout_bytes(layout, table.layers)
+            behind = paired.paired_difference(sums[name], sums[first])
+            memory = replace(cost, sinks=layout.sinks).layout_bytes(layout, layers)
             rows.append(
                 {
                     "layout": name,
@@ -209,6 +222,8 @@ def _measure(
                     **compared.get(name, {}),
                     "measured": change.percent,
                     "measured_error": change.standard_error,
+                    "behind_first": behind.percent,
+                    "behind_first_error": behind.standard_error,
                     "measured_documents": number,
                 }
             )
