@@ -69,8 +69,8 @@ def main() -> None:
     head_dim = model.config.head_dim
     if options.layouts:
         cost = CacheCost(options.context, 1, 1, head_dim, dtype="float32")
-        layouts = {file.stem: spkv_nas.Layout.read(file) for file in options.layouts}
-        _measure(loaded, layouts, {}, cost, options)
+        by_name = {file.stem: spkv_nas.Layout.read(file) for file in options.layouts}
+        _measure(loaded, by_name, {}, cost, options)
         return
     table = _table(loaded, options)
     cost = CacheCost(
