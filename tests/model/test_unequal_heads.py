@@ -40,8 +40,6 @@ from spkv_nas.probing.measure import measure_signal
 from spkv_nas.proposal.constraints import Constraints, solve
 from spkv_nas.proposal.propose import propose
 from spkv_nas.proposal.requirements import Requirements
-from spkv_nas.stages.engines import serve
-from spkv_nas.stages.options.plan_attention import AttentionOptions
 
 _LATENT: dict[str, Any] = {
     "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
@@ -304,8 +302,6 @@ def test_costs_count_latents() -> None:
     assert (shape.heads_per_layer, shape.words) == ((1, 1, 1), "3 layers x 1 latent of size 576")
     assert cost("full", shape, 1000).kv_cache_bytes == 3 * (512 + 64) * 2 * 1000
     assert shape.attention_width == shape.kv_width == 128 * (128 + 64)
-    with pytest.raises(UserError, match="share latents, which --engine does not count"):
-        serve(AttentionOptions(engine="vllm"), shape, 0, None, context=1000, window=1)
 
 
 def test_proposals_with_unequal_rows_are_those_of_brute_force() -> None:
