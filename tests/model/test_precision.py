@@ -145,7 +145,7 @@ def test_a_probe_says_both(
     where = ["--model", str(checkpoint), "--data", str(tmp_path / "a.txt"), "--context", "32"]
     main(["probe", *where, "--workspace", str(tmp_path)])
     assert "computing in float32" in capsys.readouterr().err
-    facts = HeadScores.read(tmp_path / "probes" / "model").metadata
+    facts = HeadScores.read(tmp_path / "probes" / "model").record.entries()
     assert facts["dtype"] == "bfloat16"  # of the keys and values that the model will have
     assert facts["computed_in"] == "float32"
 

@@ -13,7 +13,7 @@ from helpers import tiny_model
 import spkv_nas
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.artifacts.tried_layouts import read_tried
+from spkv_nas.artifacts.tried_layouts import TRIED, TriedLayout
 from spkv_nas.base.errors import UserError
 from spkv_nas.cli import main
 from spkv_nas.cost.cache_cost import CacheCost, memory_bytes
@@ -189,7 +189,7 @@ class TestContest:
         contest = run_contest(
             tiny_model(vocab_size=300), text(8), [near, replace(far, predicted=5.0)]
         )
-        tried = {row.name: row for row in read_tried(contest.record())}
+        tried = {row.name: row for row in map(TriedLayout.parse, contest.record()[TRIED])}
         assert tried[far.name].is_far_off
         assert tried[near.name].layout.content == near.layout.content
 

@@ -78,7 +78,7 @@ class TestRecord:
         assert other.record.reached_density == pytest.approx(table.record.reached_density, abs=0.02)
 
     def test_gates_without_a_target_reach_none(self, blocks: TokenBlocks) -> None:
-        assert "reached_density" not in probe(gated(), blocks).metadata
+        assert "reached_density" not in probe(gated(), blocks).record.entries()
 
 
 class TestCommands:
