@@ -168,64 +168,62 @@ def read_config(file: Path) -> dict[str, Any]:
     header = read_header(file)
     architecture = str(header.get("general.architecture", ""))
     prefix = f"{architecture}."
-    own = {
-        key.removeprefix(prefix): value for key, value in header.items() if key.startswith(prefix)
-    }
-    if "block_count" not in own:
+    values = {key.removeprefix(prefix): header[key] for key in header if key.startswith(prefix)}
+    if "block_count" not in values:
         raise errors.UserError(
             f"cannot read model {file}: its header has no {prefix}block_count\n"
             "of a model in several files, give the first"
         )
-    return _config(architecture, own)
+    return _config(architecture, values)
 
 
-def _config(architecture: str, own: Mapping[str, Any]) -> dict[str, Any]:
+def _config(architecture: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config of an architecture's keys."""
-    number = own["block_count"] - own.get("nextn_predict_layers", 0)
-    heads = own.get("attention.head_count", 1)
-    config = {name: own.get(key) for key, name in _NAMES.items()}
+    number = values["block_count"] - values.get("nextn_predict_layers", 0)
+    heads = values.get("attention.head_count", 1)
+    config = {name: values.get(key) for key, name in _NAMES.items()}
     config["model_type"] = _FAMILIES.get(architecture, architecture)
     config["dtype"] = "float16"
     config["num_hidden_layers"] = number
     config["num_attention_heads"] = max(heads) if isinstance(heads, list) else heads
-    config["layer_types"] = _layer_types(architecture, own, number)
-    if architecture == "olmo2" and "attention.sliding_window" in own:
+    config["layer_types"] = _layer_types(architecture, values, number)
+    if architecture == "olmo2" and "attention.sliding_window" in values:
         config["model_type"] = "olmo3"
     if architecture == "gemma3n":
         config["num_kv_shared_layers"] = number - _GEMMA3N_OWN_LAYERS
     if architecture == "gemma4":
-        config["global_head_dim"] = own.get("attention.key_length")
-    if "ssm.inner_size" in own:
+        config["global_head_dim"] = values.get("attention.key_length")
+    if "ssm.inner_size" in values:
         # As llama.cpp counts it: inputs of all channels and of both groups' parts, and a row of states for each channel
         config["mamba_head_dim"] = 1
-        config["n_groups"] = own.get("ssm.group_count", 0)
+        config["n_groups"] = values.get("ssm.group_count", 0)
     return {key: value for key, value in config.items() if value is not None}
 
 
-def _layer_types(architecture: str, own: Mapping[str, Any], number: int) -> list[str] | None:
+def _layer_types(architecture: str, values: Mapping[str, Any], number: int) -> list[str] | None:
     """Return the kind of every layer; None where the model type says it."""
-    kv_heads = own.get("attention.head_count_kv")
-    pattern = own.get("attention.sliding_window_pattern")
+    kv_heads = values.get("attention.head_count_kv")
+    pattern = values.get("attention.sliding_window_pattern")
     if architecture == "falcon-h1":
         return ["hybrid"] * number
     if isinstance(kv_heads, list) and 0 in kv_heads[:number]:
-        return _types_by_heads(own, kv_heads[:number])
+        return _types_by_heads(values, kv_heads[:number])
     if architecture in _LINEAR:
-        return _periodic(number, own.get("full_attention_interval", 4), "linear_attention")
+        return _periodic(number, values.get("full_attention_interval", 4), "linear_attention")
     if isinstance(pattern, list):
         return ["sliding_attention" if local else "full_attention" for local in pattern[:number]]
     # llama.cpp has no window in other architectures
-    if architecture not in _WINDOWED or "attention.sliding_window" not in own:
+    if architecture not in _WINDOWED or "attention.sliding_window" not in values:
         return ["full_attention"] * number
     if isinstance(pattern, int):
         return _periodic(number, pattern, "sliding_attention")
     return None
 
 
-def _types_by_heads(own: Mapping[str, Any], kv_heads: Sequence[int]) -> list[str]:
+def _types_by_heads(values: Mapping[str, Any], kv_heads: Sequence[int]) -> list[str]:
     """Return the kinds of layers of which some have no KV heads: they have a state, or a feed-forward network alone."""
-    other = "conv" if "shortconv.l_cache" in own else "mamba"
-    widths = own.get("feed_forward_length")
+    other = "conv" if "shortconv.l_cache" in values else "mamba"
+    widths = values.get("feed_forward_length")
     # In Nemotron-H a layer has a state or a feed-forward network, elsewhere both
     has_one = isinstance(widths, list) and 0 in widths
     kinds = []

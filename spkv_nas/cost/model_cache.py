@@ -132,8 +132,16 @@ _WINDOW_SIZES = {
 }
 _GLOBAL_SIZES = {"num_global_key_value_heads": "num_key_value_heads", "global_head_dim": "head_dim"}
 _SINK_FAMILIES = ("gpt_oss", "granite_swa", "mimo_v2_flash")  # with learned sinks
-# Keys of caches that are not counted: an index of keys, or compressed keys
-_UNKNOWN_CACHES = ("index_topk", "index_head_dim", "compress_ratios")
+# Keys of configs whose caches are not counted: an index of keys, compressed keys, attention in chunks (Llama 4), and
+# linear layers that other keys describe (Kimi, MiniMax)
+_UNKNOWN_CACHES = (
+    "index_topk",
+    "index_head_dim",
+    "compress_ratios",
+    "attention_chunk_size",
+    "linear_attn_config",
+    "attn_type_list",
+)
 
 
 def read_model_cache(path: Path) -> ModelCache:
@@ -153,9 +161,7 @@ def config_cache(config: Config, what: str) -> ModelCache:
     family = text["model_type"]
     for key in _UNKNOWN_CACHES:
         if text.get(key):
-            raise errors.UserError(
-                f"{what}: its layers choose or compress their keys ({key}), whose cache is not counted"
-            )
+            raise errors.UserError(f"{what}: its layers keep what is not counted here ({key})")
     try:
         model = _model_cache(text)
     except KeyError as error:
@@ -175,14 +181,14 @@ def _model_cache(text: Config) -> ModelCache:
     """Return what the layers keep that a config of a decoder describes."""
     kinds = _layer_kinds(text)
     shared = int(text.get("num_kv_shared_layers") or 0)
-    own = kinds[: len(kinds) - shared]
-    layers = [part for index, kind in enumerate(own) for part in _parts(text, kind, index)]
+    unshared = kinds[: len(kinds) - shared]
+    layers = [part for index, kind in enumerate(unshared) for part in _parts(text, kind, index)]
     dtype = text.get("dtype") or text.get("torch_dtype")
     return ModelCache(
         layers=tuple(layers),
         family=text["model_type"],
         num_shared=shared,
-        num_learned_sinks=_num_learned_sinks(text["model_type"], own),
+        num_learned_sinks=_num_learned_sinks(text["model_type"], unshared),
         dtype=dtype if dtype in units.ITEM_BYTES else "bfloat16",
         positions=text.get("max_position_embeddings"),
     )
@@ -257,12 +263,16 @@ def _stock(config: Config, section: Config) -> dict[str, Any]:
 
 def _decoder(config: Config) -> dict[str, Any]:
     """Return the part of a config about the decoder, with the defaults of its class."""
-    text = next((config[key] for key in _TEXT if isinstance(config.get(key), Mapping)), config)
+    parts = [config[key] for key in _TEXT if isinstance(config.get(key), Mapping)]
+    text = parts[0] if parts else config
     family = str(text.get("model_type") or f"{config.get('model_type', '')}_text")
     family = _ALIASES.get(family, family)
     shared = {key: config[key] for key in ("dtype", "torch_dtype") if key in config}
-    given = {key: value for key, value in text.items() if value is not None}
-    return {**_DEFAULTS.get(family, {}), **shared, **given, "model_type": family}
+    decoder = dict(_DEFAULTS.get(family, {}))
+    decoder |= shared
+    decoder |= {key: value for key, value in text.items() if value is not None}
+    decoder["model_type"] = family
+    return decoder
 
 
 def _layer_kinds(text: Config) -> list[str]:
@@ -346,21 +356,31 @@ def _attention(text: Config, window: int | None, index: int) -> LayerCache:
     """Return what an attention layer keeps: a latent, or the keys and values of its heads."""
     if text.get("kv_lora_rank"):
         return LayerCache(1, int(text["kv_lora_rank"]) + int(text["qk_rope_head_dim"]), 0, window)
-    own = text.get("per_layer_config", {}).get(str(index), {})
-    sizes = {**text, **own}
+    layer_config = text.get("per_layer_config", {}).get(str(index), {})
+    sizes = {**text, **layer_config}
     if window is not None:
         sizes |= _renamed(text, _WINDOW_SIZES)
-    elif not own:
+    elif not layer_config:
         sizes |= _renamed(text, _GLOBAL_SIZES)
         if not text.get("attention_k_eq_v"):
             sizes["num_key_value_heads"] = text.get("num_key_value_heads")
     query_heads = int(sizes["num_attention_heads"])
-    heads = sizes.get("num_key_value_heads") or query_heads
+    heads = _num_kv_heads(sizes, query_heads)
     if isinstance(heads, list):
         heads = heads[index]
     key_dim = sizes.get("attention_head_dim") or sizes.get("head_dim")
     key_dim = key_dim or int(sizes["hidden_size"]) // query_heads
     return LayerCache(int(heads), int(key_dim), int(sizes.get("v_head_dim") or key_dim), window)
+
+
+def _num_kv_heads(sizes: Config, query_heads: int) -> int | list[int]:
+    """Return the number of KV heads, or those of every layer; Falcon says by a flag that all queries share one."""
+    if sizes.get("multi_query") and not sizes.get("new_decoder_architecture"):
+        return 1
+    heads: int | list[int] = (
+        sizes.get("num_key_value_heads") or sizes.get("num_kv_heads") or query_heads
+    )
+    return heads
 
 
 def _renamed(text: Config, names: Config) -> dict[str, Any]:

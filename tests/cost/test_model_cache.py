@@ -188,7 +188,10 @@ def test_what_is_not_kept_is_named() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"index_topk": 2048}, r"choose or compress their keys \(index_topk\)"),
+        ({"index_topk": 2048}, r"keep what is not counted here \(index_topk\)"),
+        ({"attention_chunk_size": 8192}, r"not counted here \(attention_chunk_size\)"),
+        ({"linear_attn_config": {"kda_layers": [1]}}, r"not counted here \(linear_attn_config\)"),
+        ({"attn_type_list": [0, 1]}, r"not counted here \(attn_type_list\)"),
         ({"layer_types": ["retention"] * 46}, "layers of type retention"),
         ({"layer_types": ["linear_attention"] * 46}, "no sizes of a linear layer are known"),
         ({"num_attention_heads": None}, "without the key 'num_attention_heads'"),
@@ -198,6 +201,19 @@ def test_what_is_not_kept_is_named() -> None:
 def test_caches_that_are_not_known_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         config_cache({**config("glm-4.5-air"), **changes}, "config x.json")
+
+
+@pytest.mark.parametrize(
+    ("keys", "heads"),
+    [
+        ({"multi_query": True}, 1),
+        ({"multi_query": True, "new_decoder_architecture": True, "num_kv_heads": 8}, 8),
+    ],
+)
+def test_falcon_names_its_kv_heads_in_its_own_way(keys: dict[str, Any], heads: int) -> None:
+    sizes = {"num_hidden_layers": 2, "hidden_size": 4544, "num_attention_heads": 71}
+    model = config_cache({"model_type": "falcon", **sizes, **keys}, "config")
+    assert [(layer.num_heads, layer.key_dim) for layer in model.layers] == [(heads, 64)] * 2
 
 
 def gguf(file: Path, **keys: Any) -> Path:
@@ -323,12 +339,12 @@ class TestTransformers:
     def test_defaults_are_those_of_the_class(self, family: str) -> None:
         from transformers import AutoConfig
 
-        own = AutoConfig.for_model(family)
+        class_config = AutoConfig.for_model(family)
         defaults = dict(model_cache._DEFAULTS[family])
         # Gemma 4 has them by layer
         by_layer = ("global_head_dim", "head_dim") if family == "gemma4_text" else ()
         known = {key: value for key, value in defaults.items() if key not in by_layer}
-        assert {key: getattr(own, key) for key in known} == known
+        assert {key: getattr(class_config, key) for key in known} == known
 
     @pytest.mark.parametrize("name", NAMES)
     def test_windows_and_heads_of_published_models(self, name: str) -> None:
@@ -362,6 +378,7 @@ class TestTransformers:
             ("granitemoehybrid", {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8}),
             ("jamba", {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 1}),
             ("lfm2", {"layer_types": ["conv", "full_attention"]}),
+            ("falcon", {"multi_query": True}),
             (
                 "gemma4_text",
                 {"global_head_dim": 64, "layer_types": ["sliding_attention", "full_attention"]},
@@ -384,15 +401,16 @@ class TestTransformers:
         if family in ("qwen3_next", "granitemoehybrid"):
             kinds = {"qwen3_next": "linear_attention", "granitemoehybrid": "mamba"}
             shared["layer_types"] = [kinds[family], "full_attention"]
-        if family == "deepseek_v3":
+        if family in ("deepseek_v3", "falcon"):
             del shared["head_dim"]
+        if family == "deepseek_v3":
             shared["num_key_value_heads"] = 4
-        own = AutoConfig.for_model(family, **{**shared, **sizes})
-        model = AutoModelForCausalLM.from_config(own).eval()
-        cache = DynamicCache(config=own)
+        model_config = AutoConfig.for_model(family, **{**shared, **sizes})
+        model = AutoModelForCausalLM.from_config(model_config).eval()
+        cache = DynamicCache(config=model_config)
         with torch.no_grad():
             model(input_ids=torch.arange(5)[None], past_key_values=cache)
-        layers = config_cache({**own.to_dict(), "model_type": family}, "config").layers
+        layers = config_cache({**model_config.to_dict(), "model_type": family}, "config").layers
         kept = [layer for layer in cache.layers if numbers(layer)]
         for layer, expected in zip(kept, layers, strict=True):
             assert numbers(layer) == numbers_of(expected, 5)
