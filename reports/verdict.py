@@ -187,9 +187,9 @@ def written(random: np.random.Generator, number: int = 2000) -> Iterator[tuple[s
     same = np.where(random.random(number) < 0.8, 1.0, random.random(number))
     yield "answers, the dense model's own", 0.05, np.stack([same, np.ones(number)], 1)
     for rate in (0.95, 0.65):
-        found = random.random((number, 2)) < rate
-        lost = random.random((number, 2)) < 0.1
-        pairs = np.stack([(found & ~lost).mean(1), found.mean(1)], 1)
+        is_found = random.random((number, 2)) < rate
+        is_lost = random.random((number, 2)) < 0.1
+        pairs = np.stack([(is_found & ~is_lost).mean(1), is_found.mean(1)], 1)
         yield f"needles, {100 * rate:.0f} % found", 0.05, pairs
     recalled = random.beta(1.0, 1.0, number)
     changed = np.clip(recalled + random.normal(-0.05, 0.15, number), 0.0, 1.0)

@@ -41,7 +41,7 @@ class State:
 
 @dataclass(frozen=True)
 class LayerCache:
-    """What a layer keeps of a request, or some of its KV heads: keys and values of tokens, or a state."""
+    """Describe what a layer, or some of its KV heads, keeps of a request: keys and values of tokens, or a state."""
 
     num_heads: int = 0  # KV heads; a latent is one
     key_dim: int = 0  # numbers of a key, or of a latent
@@ -84,7 +84,7 @@ class LayerCache:
 
 @dataclass(frozen=True)
 class ModelCache:
-    """What the layers of a model keep of a request."""
+    """Describe what the layers of a model keep of a request."""
 
     # A layer whose KV heads have several windows has a part for each
     layers: tuple[LayerCache, ...]

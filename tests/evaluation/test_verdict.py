@@ -180,7 +180,7 @@ class TestPairedTests:
     @pytest.mark.parametrize("shape", ["log-normal", "gamma", "half zero", "rare"])
     @pytest.mark.parametrize("criterion", ["kld", "same-top"])
     def test_wrong_answers_at_the_margin(self, criterion: str, shape: str) -> None:
-        """Of 1,000 verdicts on candidates whose loss is at the margin, at most 5 % and chance give either answer."""
+        """Give either answer about candidates at the margin in at most 5 % of 1,000 verdicts, but for chance."""
         test, margin, losses = losses_at_the_margin(criterion, shape)
         scores = losses if criterion == "kld" else 1.0 - losses
         dense = np.zeros_like(losses) if criterion == "kld" else np.ones_like(losses)

@@ -67,7 +67,7 @@ ALIASES = {
 
 
 def test_commands_say_that_they_start() -> None:
-    """Those that load nothing but layouts answer at once; ``reproduce scaling`` was silent while it imported."""
+    """Answer at once where only layouts are loaded; ``reproduce scaling`` was silent while it imported."""
     classes = {next(iter(get_type_hints(function).values())) for function in FUNCTIONS}
     at_once = {one for one in classes if not issubclass(one, options.TakesLong)}
     # ``plan`` with an engine answers at once, too; without one it says what it reads

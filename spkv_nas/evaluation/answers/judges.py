@@ -105,7 +105,7 @@ class ToolCall:
 
     def score(self, text: str) -> float:
         """Return 1 if name and arguments are the same, else 0."""
-        call = next((found for found in _objects(text) if "name" in found), {})
+        call = next((value for value in _objects(text) if "name" in value), {})
         arguments = call.get("arguments", call.get("parameters", {}))
         if isinstance(arguments, str):
             arguments = next(_objects(arguments), {})

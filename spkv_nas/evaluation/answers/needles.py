@@ -127,18 +127,21 @@ class NeedleRounds(AnswerRounds):
         total = min(_CHECKED_ROUNDS, self.num_rounds)
         with self._reporter.bar("asking the dense model") as bar:
             for number in range(1, total + 1):
-                found = score(number).mean()
+                share = score(number).mean()
                 bar(number, total)
-                if found < _EARLY_SHARE:
+                if share < _EARLY_SHARE:
                     break
-        if found < LEAST_FOUND:
+        if share < LEAST_FOUND:
             raise errors.UserError(
-                f"needles: the dense model finds {100 * found:.0f} % of the numbers that {self._length:,} tokens "
+                f"needles: the dense model finds {100 * share:.0f} % of the numbers that {self._length:,} tokens "
                 f"hide, less than {100 * LEAST_FOUND:.0f} %, so it is no judge of what a hybrid finds\n"
                 "judge by recall=10, passages of your text that occur again"
             )
 
     def note(self, pairs: criterion.Float, details: criterion.Details) -> str:
         """Return how many of the numbers both models find, and at which length."""
-        found, dense_found = 100.0 * pairs.mean(0)
-        return f"finds {found:.1f} % of the numbers that {self._length:,} tokens hide, dense model {dense_found:.1f} %"
+        percent, dense_percent = 100.0 * pairs.mean(0)
+        return (
+            f"finds {percent:.1f} % of the numbers that {self._length:,} tokens hide, "
+            f"dense model {dense_percent:.1f} %"
+        )

@@ -35,9 +35,8 @@ if TYPE_CHECKING:
 
 Float = arrays.Float
 Prepared = Mapping[str, NDArray[Any]]  # arrays of a round that the dense model prepared, by name
-DenseScore = Callable[
-    [int], Float
-]  # scores of the dense model on the first rounds, by their number
+# Scores of the dense model on the first rounds, by their number
+DenseScore = Callable[[int], Float]
 # By name of a detail: that of each measured round, of a candidate and of the dense model
 Details = Callable[[str], tuple[Sequence[NDArray[Any]], Sequence[NDArray[Any]]]]
 NO_SCORE = -1.0  # of a sample that turns out to have none

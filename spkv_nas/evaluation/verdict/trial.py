@@ -124,9 +124,8 @@ class Outcome(ComparedByValue):
     # Rows of ``Trial.by_position``, by name of the candidate
     by_position: Mapping[str, list[list[float]]]
     displacement: Mapping[str, Displacement]  # of the candidates whose NLL was measured, by name
-    notes: Mapping[
-        str, Mapping[str, str]
-    ]  # what criteria say besides, by name of the candidate and criterion
+    # What criteria say besides, by name of the candidate and criterion
+    notes: Mapping[str, Mapping[str, str]]
 
 
 @dataclass(frozen=True, eq=False)
