@@ -56,6 +56,12 @@ DISTRIBUTED = ("train", "train-hybrid", "probe", "evaluate", "score")
 _CPU_ALLOCATOR = "DefaultCPUAllocator"
 # Seconds before other ranks report an error: rank 0 prints shared ones, then torchrun ends them
 OTHERS_WAIT = 5.0
+# Options of earlier versions, by command, and what to write instead
+_MOVED = {
+    ("plan", "--model"): "name the model by place: spkv-nas plan MODEL",
+    ("plan attention", "--engine"): "use spkv-nas plan MODEL --engine NAME --layout FILE",
+    ("plan attention", "--kv-bytes"): "use spkv-nas plan MODEL --engine NAME --memory SIZE",
+}
 # Evaluation of a plain ``spkv-nas evaluate``
 NLL = Command("nll", runner(NLLOptions), distributed=True)
 EVALUATIONS = registry.Registry("spkv_nas.evaluations", "evaluation", Command, (NLL,))
@@ -312,6 +318,10 @@ def _for_user(error: Exception) -> str | None:
         if not message:  # no command was named: typer has printed the help already
             return message
         command_path = getattr(getattr(error, "ctx", None), "command_path", "spkv-nas")
+        option = getattr(error, "option_name", "")
+        for (command, moved), advice in _MOVED.items():
+            if option == moved and command_path.endswith(f" {command}"):
+                return f"{command} has no option {option} any more\n{advice}"
         return f"{message}\nsee '{command_path} --help'{registry.reinstall_hint()}"
     if is_lost_process(error):
         return "another process of this run has exited\nrun the same command again to resume"

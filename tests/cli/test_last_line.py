@@ -60,6 +60,23 @@ def test_whatever_ends_a_command_is_explained(
 
 
 @pytest.mark.parametrize(
+    ("words", "advice"),
+    [
+        ("plan --model x.json", "plan has no option --model any more\nname the model by place"),
+        ("plan attention --engine vllm", "use spkv-nas plan MODEL --engine NAME --layout FILE"),
+        ("plan attention --kv-bytes 2GiB", "use spkv-nas plan MODEL --engine NAME --memory SIZE"),
+        ("plan x.json --modell x", "No such option: --modell"),
+    ],
+)
+def test_options_of_earlier_versions_name_what_to_write(
+    words: str, advice: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(words.split())
+    assert advice in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("ending", "code", "printed"),
     [
         ("", 0, ""),
