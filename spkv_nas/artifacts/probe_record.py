@@ -81,9 +81,8 @@ class ProbeRecord(schema.Section):
     budget: int | None = Field(default=None, ge=1)  # global heads
     memory: float | None = None  # share of full attention's KV cache
     context: int | None = None  # tokens of a sequence whose KV cache is counted
-    layouts_tried: list[dict[str, object]] = Field(
-        default_factory=list
-    )  # ``TriedLayout.as_mapping``
+    # ``TriedLayout.as_mapping`` of each
+    layouts_tried: list[dict[str, object]] = Field(default_factory=list)
     recommended: str | None = None  # name of one of them
     # How far the scores can be trusted
     gains: GainsRecord | None = None
