@@ -34,8 +34,8 @@ class SourceConfig(schema.Section):
     text_field: str | None = Field(
         None,
         description=(
-            "field or column with the text, or with the messages of a chat; default: text, else "
-            "messages"
+            "field or column with the text, or with the messages of a chat; default: text, "
+            "else messages"
         ),
     )
     domain: str | None = Field(None, description="domain of all documents of this source")
@@ -121,16 +121,16 @@ class DataConfig(schema.Section):
         AUTO,
         min_length=1,
         description=(
-            "what stands after a document: none, eos, bos, eos+bos or another token; auto: what the"
-            " dense model knows best, measured; eos for a new model"
+            "what stands after a document: none, eos, bos, eos+bos or another token; auto: "
+            "what the dense model knows best, measured; eos for a new model"
         ),
         exclude_if=lambda separator: separator == AUTO,
     )
     documents: Literal["joined", "separate"] = Field(
         JOINED,
         description=(
-            "whether tokens see earlier documents of their block (joined), or only their own, in "
-            "which positions start again (separate)"
+            "whether tokens see earlier documents of their block (joined), or only their own, "
+            "in which positions start again (separate)"
         ),
         exclude_if=lambda documents: documents == JOINED,
     )

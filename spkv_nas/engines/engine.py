@@ -109,8 +109,9 @@ class PlannedEngine(Engine, ABC):
         """
         if model.is_split and not self.serves_any_layout:
             raise errors.UserError(
-                f"{self.title} serves layouts of whole layers, but KV heads of a layer have "
-                "several windows\nuse --engine vllm, or a layout with --granularity layer"
+                f"{self.title} serves layouts of whole layers, "
+                "but KV heads of a layer have several windows\n"
+                "use --engine vllm, or a layout with --granularity layer"
             )
         # An exported layout has a form whose windows the engine keeps
         families = self.window_families
@@ -143,8 +144,8 @@ class PlannedEngine(Engine, ABC):
         if num_windows > self.max_windows:
             plural = "s" if self.max_windows > 1 else ""
             raise errors.UserError(
-                f"{self.title} serves at most {self.max_windows} window{plural} of local heads, each in "
-                f"pages of its own, but the layout has {num_windows}\n"
+                f"{self.title} serves at most {self.max_windows} window{plural} of local heads, "
+                f"each in pages of its own, but the layout has {num_windows}\n"
                 f"{advice}"
             )
 

@@ -90,16 +90,16 @@ class Circumstances:
         # Blame the separator
         if not self.separator.nll:
             return (
-                f"documents are separated by '{self.separator.best}', which was not measured on the"
-                " model: leave --separator (data.separator) out"
+                f"documents are separated by '{self.separator.best}', "
+                "which was not measured on the model: leave --separator (data.separator) out"
             )
         if self.separator.packing_cost > MAX_PACKING_COST:
             return about_packing(self.separator)
         # Blame the precision, or else the kind of text
         if self.dtype != "float32":
             return (
-                f"the model computes in {self.dtype}, or the text is unlike what it was trained on:"
-                " try float32"
+                f"the model computes in {self.dtype}, or the text is unlike what it was trained "
+                "on: try float32"
             )
         return "the text is unlike what the model was trained on"
 
@@ -118,9 +118,9 @@ def packing_warning(separator: SeparatorReport, blocks: TokenBlocks) -> str | No
 def about_packing(separator: SeparatorReport) -> str:
     """Return a clause on what packing documents into blocks costs the model."""
     return (
-        f"packing documents into blocks costs the model {separator.packing_cost:.1f} % of NLL, as "
-        "it was trained on documents that do not see each other: use --documents separate "
-        "(data.documents)"
+        f"packing documents into blocks costs the model {separator.packing_cost:.1f} % of NLL, "
+        "as it was trained on documents that do not see each other: "
+        "use --documents separate (data.documents)"
     )
 
 

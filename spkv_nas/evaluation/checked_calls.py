@@ -122,7 +122,8 @@ def _check_rows(tokens: Tensor | None, blocks: TokenBlocks, caller: str) -> None
             if (positions[1:length] == 0).any():
                 raise UserError(
                     f"{caller} gives the model a block of several separate documents as one, "
-                    f"in which they attend to each other: {_REMEDY}, where tokens are blocks.marked()"
+                    f"in which they attend to each other: {_REMEDY}, "
+                    "where tokens are blocks.marked()"
                 )
 
 

@@ -35,8 +35,8 @@ def check_blocks(model: PreTrainedModel, blocks: TokenBlocks) -> None:
     check_tokens(model, blocks.largest_token)
     if isinstance(blocks.boundaries, SeparateDocuments) and mixes_documents(model):
         raise errors.UserError(
-            f"{type(model).__name__} cannot keep documents of a block separate: use --documents "
-            "joined (data.documents)"
+            f"{type(model).__name__} cannot keep documents of a block separate: "
+            "use --documents joined (data.documents)"
         )
     check_positions(model, blocks.block_size, "block size")
 

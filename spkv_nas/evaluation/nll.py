@@ -55,8 +55,8 @@ class DocumentSums:
         num_seen = int((count > 0).sum())
         if num_invalid:
             raise UserError(
-                f"the NLL of {num_invalid} of {num_seen} documents is not a finite "
-                f"number\n{OVERFLOW}"
+                f"the NLL of {num_invalid} of {num_seen} documents is not a finite number\n"
+                f"{OVERFLOW}"
             )
         return paired.DocumentNLL(total, count)
 

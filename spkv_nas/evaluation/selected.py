@@ -164,8 +164,8 @@ def recorded_reading(layouts: Iterable[Layout]) -> tuple[str | None, str | None]
     }
     if len(recorded) > 1:
         raise errors.UserError(
-            "the candidates' scores are from texts with different separators or documents: judge "
-            "them one at a time"
+            "the candidates' scores are from texts with different separators or documents: "
+            "judge them one at a time"
         )
     separator, documents = (None if value is None else str(value) for value in recorded.pop())
     return separator, documents

@@ -147,8 +147,8 @@ def text_blocks(
     """
     if tokenizer is None:
         raise UserError(
-            "strings need the model's tokenizer: give tokenizer=tokenizer, or blocks of "
-            "build_blocks"
+            "strings need the model's tokenizer: give tokenizer=tokenizer, "
+            "or blocks of build_blocks"
         )
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     size = min(BLOCK_SIZE, positions or BLOCK_SIZE)
@@ -176,8 +176,8 @@ def shared_separator(
     report = measure()
     compared = ", ".join(f"{name} {value:.3f}" for name, value in report.nll.items())
     reporter.announce(
-        f"documents are separated by '{report.best}' (NLL: {compared}; each document alone "
-        f"{report.alone:.3f})"
+        f"documents are separated by '{report.best}' (NLL: {compared}; "
+        f"each document alone {report.alone:.3f})"
     )
     files.write_json(file, {**records, checkpoint: report.as_mapping()})
     return report

@@ -41,9 +41,9 @@ def parse_taus(text: str) -> list[float]:
         raise UserError(f"a range LOW..HIGH must be ascending; found {first:g}..{last:g}")
     if first == 0.0 or last == 1.0:
         raise UserError(
-            "a range is evenly spaced in logit(tau), so its ends must lie inside (0, 1); found "
-            f"{first:g}..{last:g}\ntau 0 (open gates) is always measured; to measure tau 1, give a "
-            "list such as 0.5,0.9,1"
+            "a range is evenly spaced in logit(tau), so its ends must lie inside (0, 1); "
+            f"found {first:g}..{last:g}\n"
+            "tau 0 (open gates) is always measured; to measure tau 1, give a list such as 0.5,0.9,1"
         )
     logits = np.linspace(
         math.log(first / (1.0 - first)), math.log(last / (1.0 - last)), TAU_POINTS

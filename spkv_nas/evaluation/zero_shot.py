@@ -174,8 +174,8 @@ def _check(model: PreTrainedModel, blocks: TokenBlocks) -> None:
     micro_batch.check_blocks(model, blocks)
     if config_section.has_learned_sinks(model.config):
         warnings.warn(
-            "the learned sinks of this hybrid belong to its own layout: scores leave them out, for "
-            "that layout too (evaluate measures the hybrid with them)",
+            "the learned sinks of this hybrid belong to its own layout: scores leave them out, "
+            "for that layout too (evaluate measures the hybrid with them)",
             stacklevel=3,
         )
 

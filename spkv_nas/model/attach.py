@@ -284,8 +284,8 @@ def _prepare_cache(
             )
     if config.cache_implementation is not None and config.use_cache is not False:
         warnings.warn(
-            f"cache_implementation '{config.cache_implementation}' is ignored: this model uses "
-            "SPKVCache",
+            f"cache_implementation '{config.cache_implementation}' is ignored: "
+            "this model uses SPKVCache",
             stacklevel=3,
         )
     if config.use_cache:
@@ -380,9 +380,9 @@ def _check_keeps_cache(model: PreTrainedModel) -> None:
     training = (module for module in model.modules() if module.training)
     if any(getattr(module, "gradient_checkpointing", False) for module in training):
         raise UserError(
-            "activation checkpointing in training mode drops the cache, so tokens would not see "
-            "earlier ones: call model.eval() before, and model.train() after, or give "
-            "use_cache=False"
+            "activation checkpointing in training mode drops the cache, "
+            "so tokens would not see earlier ones: call model.eval() before, "
+            "and model.train() after, or give use_cache=False"
         )
 
 
@@ -409,7 +409,8 @@ def _check_runs(model: PreTrainedModel, attn_implementation: str | None) -> None
     except Exception as error:
         raise UserError(
             f"{type(model).__name__} cannot run on two tokens, before any gates or layout: "
-            f"{first_line(error)}\nmake model(input_ids=torch.tensor([[0, 0]])) work first"
+            f"{first_line(error)}\n"
+            "make model(input_ids=torch.tensor([[0, 0]])) work first"
         ) from error
 
 
@@ -464,8 +465,8 @@ def _checked_run(model: PreTrainedModel) -> attention_calls.Recording:
         if is_short_of_memory(error):
             raise UserError(
                 f"{type(model).__name__}: too little memory for a pass over two tokens: "
-                f"{first_line(error)}\nfree memory on its device, or load the model in a smaller "
-                "dtype"
+                f"{first_line(error)}\n"
+                "free memory on its device, or load the model in a smaller dtype"
             ) from error
         raise UserError(
             f"{type(model).__name__} cannot run with SP-KV attention: {first_line(error)}"
@@ -481,21 +482,21 @@ def _check_reached(
     if calls and num_sources == expected and len(calls) == num_layers:
         return
     reason = (
-        "its class does not use the attention interface of transformers, so gates would have no "
-        "effect"
+        "its class does not use the attention interface of transformers, "
+        "so gates would have no effect"
     )
     if calls:
         miscounted = layer_places.miscounted(model, [call.module for call in calls])
         reason = miscounted or layer_places.own_config(model) or reason
     if len(calls) > min(expected, num_layers):
         reason = (
-            "a layer that is repeated, or has several attentions, has no single choice for each of "
-            "its heads"
+            "a layer that is repeated, or has several attentions, "
+            "has no single choice for each of its heads"
         )
     raise UserError(
         f"{type(model).__name__}: its {expected} attention layers called the attention function "
-        f"{len(calls)} times with {num_sources} sets of keys; SP-KV needs each layer exactly "
-        f"once\n{reason}"
+        f"{len(calls)} times with {num_sources} sets of keys; SP-KV needs each layer exactly once\n"
+        f"{reason}"
     )
 
 
@@ -512,8 +513,8 @@ def _check_limits(model: PreTrainedModel, recording: attention_calls.Recording) 
     limits = [limit for limit in recording.undeclared_windows if limit < longest]
     if limits:
         raise UserError(
-            f"{type(model).__name__}: its mask alone limits attention to {limits[0]} keys, as "
-            "chunked attention does, which SP-KV attention does not compute"
+            f"{type(model).__name__}: its mask alone limits attention to {limits[0]} keys, "
+            "as chunked attention does, which SP-KV attention does not compute"
         )
 
 

@@ -199,8 +199,8 @@ class LayerState:
         ):
             raise UserError(
                 f"the model's own sliding window of {self.native_window} keys is shorter than the "
-                f"sequence of {num_tokens} tokens, so gates beyond it would have no effect\nset "
-                "sliding_window to null in the model's config, or use shorter blocks"
+                f"sequence of {num_tokens} tokens, so gates beyond it would have no effect\n"
+                "set sliding_window to null in the model's config, or use shorter blocks"
             )
 
 
@@ -423,8 +423,8 @@ def cache_error(cache: object) -> UserError:
     """Make the error for a cache that is no ``SPKVCache``."""
     return UserError(
         f"SP-KV attention cannot use a {type(cache).__name__}, which would store every key: "
-        "generate with past_key_values=spkv_nas.SPKVCache(model), or with use_cache=False; prefix "
-        "tuning is not supported"
+        "generate with past_key_values=spkv_nas.SPKVCache(model), or with use_cache=False; "
+        "prefix tuning is not supported"
     )
 
 
@@ -532,8 +532,8 @@ def _check_gate_documents(call: AttentionCall, starts: Tensor | None) -> None:
     has_own_gate = call.gate is not None and not call.is_reader
     if has_own_gate and starts is not None and call.starts is None:
         raise UserError(
-            "this model's layers get their attention mask by position, so gates cannot tell "
-            "documents"
+            "this model's layers get their attention mask by position, "
+            "so gates cannot tell documents"
         )
 
 

@@ -52,14 +52,14 @@ _FEATURES = {
 }
 Keywords = dict[str, Any]  # keyword arguments of a call of a model or a layer
 OWN_MASK = (
-    "attention_mask is an attention mask of its own, which SP-KV attention would ignore: give the "
-    "padding mask [batch, tokens], or packed documents by position_ids that start again"
+    "attention_mask is an attention mask of its own, which SP-KV attention would ignore: "
+    "give the padding mask [batch, tokens], or packed documents by position_ids that start again"
 )
 _MASK_ROWS = 256  # queries whose mask is checked at once
 _NOT_CAUSAL = (
     "this model or batch needs bidirectional or other non-causal attention (is_causal false, "
-    "use_bidirectional_attention, token_type_ids of images, an encoder)\nSP-KV attention is "
-    "causal: use a causal decoder, and text"
+    "use_bidirectional_attention, token_type_ids of images, an encoder)\n"
+    "SP-KV attention is causal: use a causal decoder, and text"
 )
 
 
@@ -188,19 +188,19 @@ def refuse_tensors(
     _refuse_mask(attention_mask)
     if cache is not None and (query.requires_grad or key.requires_grad or value.requires_grad):
         raise UserError(
-            "no gradients pass through SPKVCache: call the model inside torch.no_grad(), or with "
-            "use_cache=False"
+            "no gradients pass through SPKVCache: call the model inside torch.no_grad(), "
+            "or with use_cache=False"
         )
     if dropout:
         raise UserError(
-            f"attention dropout {dropout} is not supported: set it to 0 in the model's config "
-            "(attention_dropout, or attn_pdrop)"
+            f"attention dropout {dropout} is not supported: "
+            "set it to 0 in the model's config (attention_dropout, or attn_pdrop)"
         )
     if query.shape[2] != key.shape[2] and not getattr(cache, "returns_stored", False):
         raise UserError(
-            f"a layer attends from {query.shape[2]} tokens to {key.shape[2]} keys, as with "
-            "compressed or shared keys or a cache of its own, which SP-KV attention does not "
-            "compute"
+            f"a layer attends from {query.shape[2]} tokens to {key.shape[2]} keys, "
+            "as with compressed or shared keys or a cache of its own, "
+            "which SP-KV attention does not compute"
         )
 
 
@@ -268,8 +268,8 @@ def padding_mask(
         return _DOCUMENTS.get()
     if CALL.has_positions and allow_is_causal_skip:
         raise UserError(
-            "this model makes its masks without position_ids, which torch.compile needs: leave "
-            "them out"
+            "this model makes its masks without position_ids, which torch.compile needs: "
+            "leave them out"
         )
     return None
 
@@ -330,9 +330,9 @@ def _check_mask(
             raise UserError(_NOT_CAUSAL)
         if not torch.equal(mask, expected):
             raise UserError(
-                "this batch or model requires a mask of its own (sparse attention, or blocks of "
-                "tokens), which SP-KV attention would ignore: give one document per row, without "
-                "position_ids"
+                "this batch or model requires a mask of its own (sparse attention, "
+                "or blocks of tokens), which SP-KV attention would ignore: "
+                "give one document per row, without position_ids"
             )
 
 

@@ -98,14 +98,14 @@ def _check_mask_values(mask: Tensor, is_token: Tensor) -> None:
     wrong = mask[is_token & (mask != 1)]
     if len(wrong):
         raise UserError(
-            f"attention_mask holds {wrong[0].item()}, but 1 says a token and 0 padding: neither "
-            "numbers of documents nor values to be added to scores are read\ngive documents by "
-            "position_ids that start again, without a mask"
+            f"attention_mask holds {wrong[0].item()}, but 1 says a token and 0 padding: "
+            "neither numbers of documents nor values to be added to scores are read\n"
+            "give documents by position_ids that start again, without a mask"
         )
     if mask.is_floating_point() and not bool(is_token.any()):
         raise UserError(
-            "attention_mask holds only 0.0, which says that every token is padding; if it is to be "
-            "added to scores, leave it out"
+            "attention_mask holds only 0.0, which says that every token is padding; "
+            "if it is to be added to scores, leave it out"
         )
 
 
@@ -117,8 +117,8 @@ def _check_padding(is_token: Tensor) -> None:
     if bool(is_divided.any()):
         row = int(is_divided.nonzero()[0])
         raise UserError(
-            f"attention_mask has padding between the tokens of row {row}: put it before the first "
-            "or after the last"
+            f"attention_mask has padding between the tokens of row {row}: "
+            "put it before the first or after the last"
         )
 
 
@@ -138,8 +138,8 @@ def _check_positions(
         num_before = is_token[:, :num_cached].sum(1)[:, None].to(positions.device)
     if num_cached and bool(((positions < num_before) & is_real).any()):
         raise UserError(
-            f"position_ids start again, but the cache holds {num_cached} tokens: continue from "
-            "there"
+            f"position_ids start again, but the cache holds {num_cached} tokens: "
+            "continue from there"
         )
     # Refuse what has two meanings
     step = _steps(positions, is_real)
@@ -150,9 +150,10 @@ def _check_positions(
         before = positions[row, column - 1].item()
         after = positions[row, column].item()
         raise UserError(
-            f"position_ids go from {before} to {after} in row {row}, which transformers takes for a"
-            " new document without a cache, but not with one\ngive an attention_mask of ones for "
-            "one document, or positions that start again for several"
+            f"position_ids go from {before} to {after} in row {row}, "
+            "which transformers takes for a new document without a cache, but not with one\n"
+            "give an attention_mask of ones for one document, "
+            "or positions that start again for several"
         )
     if stores and bool((step < 1).any()):
         raise UserError(
@@ -254,16 +255,16 @@ def _starts_of_index(index: Tensor, tokens: Tensor) -> Tensor:
     batch, length = tokens.shape[:2]
     if index.ndim != 2 or index.shape[1] != length or len(index) not in (1, batch):
         raise UserError(
-            f"seq_idx must be of shape [{batch}, {length}], a number per token; found "
-            f"{list(index.shape)}"
+            f"seq_idx must be of shape [{batch}, {length}], a number per token; "
+            f"found {list(index.shape)}"
         )
     index = index.to(tokens.device).expand(batch, -1)
     is_first = index.diff(dim=1) != 0
     is_other_number = index.sort(dim=1).values.diff(dim=1) != 0
     if not torch.equal(is_other_number.sum(1), is_first.sum(1)):
         raise UserError(
-            "seq_idx gives tokens apart from each other the same document: number documents one "
-            "by one"
+            "seq_idx gives tokens apart from each other the same document: "
+            "number documents one by one"
         )
     return _starts(is_first)
 
@@ -282,8 +283,8 @@ def _check_documents(model: PreTrainedModel, is_token: Tensor | None, stores: bo
         )
     if is_token is not None and not bool(is_token.all()):
         raise UserError(
-            "attention_mask has padding, beside packed documents (cu_seq_lens_q, seq_idx): leave "
-            "attention_mask out, and give padding as a document"
+            "attention_mask has padding, beside packed documents (cu_seq_lens_q, seq_idx): "
+            "leave attention_mask out, and give padding as a document"
         )
     if mixes_documents(model):
         raise UserError(

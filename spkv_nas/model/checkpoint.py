@@ -268,8 +268,9 @@ def load(
     config = read_config(source, what)
     if attn_implementation not in (None, "spkv") and hasattr(config, "spkv"):
         raise errors.UserError(
-            f"{what} has gates or a layout, which attn_implementation '{attn_implementation}' would"
-            " ignore: leave it out, or load the model and call detach(model) for full attention"
+            f"{what} has gates or a layout, which attn_implementation '{attn_implementation}' "
+            "would ignore: leave it out, or load the model and call detach(model) for full "
+            "attention"
         )
     options = {"device_map": device_map, "attn_implementation": attn_implementation}
     placed = {name: value for name, value in options.items() if value is not None}

@@ -29,8 +29,8 @@ _TEXT = "text_config"
 _OTHER_KEYS = ("num_layers", "layers_block_type")
 _DAMAGED = "the config is damaged: copy it again"
 _HINT = (
-    "said in the section spkv, because a stock class would run this model dense: load it with "
-    "spkv_nas.load"
+    "said in the section spkv, because a stock class would run this model dense: "
+    "load it with spkv_nas.load"
 )
 
 # Set by ``register``, because its module imports this one
@@ -200,7 +200,8 @@ def _stock_form(content: dict[str, Any]) -> tuple[dict[str, Any], type[PreTraine
     if kind == CUSTOM_MODEL_TYPE or kind not in CONFIG_MAPPING or num_layers is None:
         raise errors.UserError(
             "section 'spkv' of the model's config lacks the original model type and number of "
-            f"layers\n{_DAMAGED}"
+            "layers\n"
+            f"{_DAMAGED}"
         )
     # Restore the content
     text = content.get(_TEXT) or {**content, "model_type": kind}

@@ -76,8 +76,8 @@ class UtilityPredictor(nn.Module):
         """
         if self.mix is not None and starts is not None:
             raise UserError(
-                "the bidirectional predictor mixes tokens of packed documents: give one document "
-                "per row"
+                "the bidirectional predictor mixes tokens of packed documents: "
+                "give one document per row"
             )
         # Predict in the dtype of the weights, without autocast
         device = hidden_states.device.type

@@ -17,8 +17,8 @@ from spkv_nas.model import attention, config_section, generation_cache, model_sh
 from spkv_nas.model.placement import input_device
 
 NOT_FINITE = (  # error for logits that are not finite
-    "the model's logits are not finite, so no token can be chosen\nits weights are damaged or "
-    "diverged, or its activations overflow in its dtype"
+    "the model's logits are not finite, so no token can be chosen\n"
+    "its weights are damaged or diverged, or its activations overflow in its dtype"
 )
 
 

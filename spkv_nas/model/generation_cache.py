@@ -137,8 +137,8 @@ class SPKVCache(Cache):
         has_gates = self._gates is None or self._gates() is model._spkv_states[0].settings
         if not has_gates or self._heads != _heads(model):
             return (
-                "was filled under another layout, or other gates, gate mode or tau, than the model "
-                "has now"
+                "was filled under another layout, or other gates, gate mode or tau, "
+                "than the model has now"
             )
         return None
 
@@ -241,8 +241,9 @@ def _empty_layers(model: PreTrainedModel, page_size: int, max_pages: int | None)
     indices = attention_indices(layers)
     if len(indices) != len(states):
         raise UserError(
-            f"{len(states)} layers of this model compute attention, but {len(indices)} layers of "
-            "transformers' cache store keys: generate with use_cache=False"
+            f"{len(states)} layers of this model compute attention, "
+            f"but {len(indices)} layers of transformers' cache store keys: "
+            "generate with use_cache=False"
         )
     layer_places.check_numbers(model, list(attending), indices)
     for index, state in zip(indices, states, strict=True):
@@ -300,8 +301,8 @@ def check_states(model: PreTrainedModel, kwargs: attention_calls.Keywords, num_c
     if num_cached and not model._spkv_reads_states and tokens is not None and tokens.shape[1] > 1:
         raise UserError(
             f"{type(model).__name__}: its layers without attention ignore their states where "
-            "several tokens follow those in a cache\nleave out prefill_chunk_size, and add tokens "
-            "to a cache one by one"
+            "several tokens follow those in a cache\n"
+            "leave out prefill_chunk_size, and add tokens to a cache one by one"
         )
 
 
@@ -318,8 +319,8 @@ def _reads_states(model: PreTrainedModel) -> bool:
         is_filled = [any(layer.has_previous_state.values()) for layer in cache.states]
         if not is_filled or not all(is_filled):
             raise UserError(
-                f"{type(model).__name__} keeps states outside of its cache: generate with "
-                "use_cache=False"
+                f"{type(model).__name__} keeps states outside of its cache: "
+                "generate with use_cache=False"
             )
         # Compare the next logits with those after other states
         other = copy.deepcopy(cache)

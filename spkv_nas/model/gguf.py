@@ -85,7 +85,8 @@ def _convert(file: Path, folder: Path) -> None:
     except (ValueError, KeyError, OSError, RuntimeError, NotImplementedError) as error:
         raise errors.UserError(
             f"cannot load model {file}: transformers cannot read this GGUF file: "
-            f"{errors.first_line(error)}\ngive the model from which it was made"
+            f"{errors.first_line(error)}\n"
+            "give the model from which it was made"
         ) from error
     model.config.name_or_path = file.stem
     model.save_pretrained(partial)

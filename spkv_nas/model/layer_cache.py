@@ -18,16 +18,16 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.model.attention import GLOBAL_WINDOW, LayerState
 
 NOT_ASSISTED = (
-    "assisted decoding, also by prompt lookup or early exit, needs a full-attention cache: leave "
-    "it out"
+    "assisted decoding, also by prompt lookup or early exit, needs a full-attention cache: "
+    "leave it out"
 )
 _NOT_HOOKED = (
-    "past_key_values is an SPKVCache, but this model has no gates or layout now, so it would miss "
-    "the keys in it: use transformers' own cache"
+    "past_key_values is an SPKVCache, but this model has no gates or layout now, "
+    "so it would miss the keys in it: use transformers' own cache"
 )
 _NOT_PASSED_ON = (
-    "this model's attention layers do not pass their cache on as transformers' usually do, so "
-    "SPKVCache misses keys: generate with use_cache=False"
+    "this model's attention layers do not pass their cache on as transformers' usually do, "
+    "so SPKVCache misses keys: generate with use_cache=False"
 )
 _QUERIES = 256  # tokens that attend to stored latents at once
 # New keys, values, decisions, order and lengths
@@ -275,8 +275,8 @@ class SPKVCacheLayer(CacheLayerMixin):
         held = paged.ring_k
         if k.dtype != held.dtype or k.device != held.device:
             raise UserError(
-                f"past_key_values holds keys in {held.dtype} on {held.device}, but this call "
-                f"computes in {k.dtype} on {k.device}: start with a new cache"
+                f"past_key_values holds keys in {held.dtype} on {held.device}, "
+                f"but this call computes in {k.dtype} on {k.device}: start with a new cache"
             )
         if len(k) != paged.batch_size:
             raise UserError(
@@ -300,8 +300,8 @@ class SPKVCacheLayer(CacheLayerMixin):
             if mask is None or real is None:
                 raise UserError(
                     "attention_mask is missing, or differs from earlier calls for tokens that the "
-                    "cache has seen\nkeep it as it was and append columns for new tokens, or start "
-                    "with a new cache"
+                    "cache has seen\n"
+                    "keep it as it was and append columns for new tokens, or start with a new cache"
                 )
             self._masks[0] = self.mask
             self._masks[1] = mask

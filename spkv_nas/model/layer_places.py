@@ -26,9 +26,9 @@ def check_order(model: PreTrainedModel, layers: Sequence[nn.Module]) -> None:
     order = [places[layer] for layer in layers]
     if order != sorted(order):
         raise UserError(
-            f"{type(model).__name__} runs its attention layers in another order than it holds them,"
-            " so that rows of a layout would be ambiguous\nput them into their list in the order "
-            "in which they run"
+            f"{type(model).__name__} runs its attention layers in another order than it holds "
+            "them, so that rows of a layout would be ambiguous\n"
+            "put them into their list in the order in which they run"
         )
 
 
@@ -43,9 +43,10 @@ def check_numbers(
         number = getattr(layer, "layer_idx", None)
         if isinstance(number, int) and number not in (index, -1):
             raise UserError(
-                f"{type(model).__name__}: the layer at place {index} has layer_idx {number}, as "
-                "where layers were removed, repeated or reordered, and would use the cache of "
-                f"another one\n{_RENUMBER}"
+                f"{type(model).__name__}: the layer at place {index} has layer_idx {number}, "
+                "as where layers were removed, repeated or reordered, "
+                "and would use the cache of another one\n"
+                f"{_RENUMBER}"
             )
 
 
@@ -63,9 +64,10 @@ def check_kinds(
         found = _FULL if window is None else _SLIDING
         if kinds[index] in (_FULL, _SLIDING) and kinds[index] != found:
             raise UserError(
-                f"{type(model).__name__}: the layer at place {index} computes {found}, but its "
-                f"config's layer_types say {kinds[index]}, as where layers were removed or "
-                "reordered\ngive model.config the layer_types of the layers that are left"
+                f"{type(model).__name__}: the layer at place {index} computes {found}, "
+                f"but its config's layer_types say {kinds[index]}, "
+                "as where layers were removed or reordered\n"
+                "give model.config the layer_types of the layers that are left"
             )
 
 
@@ -78,9 +80,9 @@ def own_config(model: PreTrainedModel) -> str | None:
             and getattr(config, "_attn_implementation", "spkv") != "spkv"
         ):
             return (
-                f"{name} has a config of its own, as a copy of a layer has (copy.deepcopy), so that"
-                " it does not follow the model's\ngive it the model's: "
-                f"model.get_submodule({name!r}).config = model.config"
+                f"{name} has a config of its own, as a copy of a layer has (copy.deepcopy), "
+                "so that it does not follow the model's\n"
+                f"give it the model's: model.get_submodule({name!r}).config = model.config"
             )
     return None
 
@@ -104,9 +106,9 @@ def miscounted(model: PreTrainedModel, layers: Sequence[nn.Module]) -> str | Non
     if len(stack) == configured:
         return None
     return (
-        f"it has {len(stack)} layers, but its config says num_hidden_layers: {configured}, as where"
-        f" layers were removed or added\nset model.config.num_hidden_layers = {len(stack)}, and its"
-        " layer_types, if it has them"
+        f"it has {len(stack)} layers, but its config says num_hidden_layers: {configured}, "
+        "as where layers were removed or added\n"
+        f"set model.config.num_hidden_layers = {len(stack)}, and its layer_types, if it has them"
     )
 
 

@@ -77,8 +77,8 @@ def chosen_sink_logits(
 def native_sinks_error() -> UserError:
     """Make the error for learned sinks that would be added to those of the model."""
     return UserError(
-        "this model has learned sinks of its own ('s_aux'), which training adapts: leave out "
-        "branch.sinks: learned"
+        "this model has learned sinks of its own ('s_aux'), which training adapts: "
+        "leave out branch.sinks: learned"
     )
 
 

@@ -548,8 +548,8 @@ def _keeps_some(
 def _warn(model: PreTrainedModel) -> None:
     """Warn that all logits of a pass are computed at once."""
     warnings.warn(
-        f"{type(model).__name__} computes logits in an unsupported way: those of all tokens of a "
-        "pass are computed at once, which needs much memory",
+        f"{type(model).__name__} computes logits in an unsupported way: "
+        "those of all tokens of a pass are computed at once, which needs much memory",
         stacklevel=4,
     )
 
@@ -557,6 +557,7 @@ def _warn(model: PreTrainedModel) -> None:
 def _not_in_chunks(model: PreTrainedModel) -> errors.UserError:
     """Return the error for a loss that needs logits in chunks, on a model that cannot compute them."""
     return errors.UserError(
-        f"{type(model).__name__} computes logits in an unsupported way, so a teacher's and a "
-        "student's cannot be compared in chunks\nleave branch.distill out"
+        f"{type(model).__name__} computes logits in an unsupported way, "
+        "so a teacher's and a student's cannot be compared in chunks\n"
+        "leave branch.distill out"
     )

@@ -132,7 +132,8 @@ def check_tokens(model: PreTrainedModel, largest: int) -> None:
     if rows is not None and largest >= rows:
         raise UserError(
             f"the tokenizer has a token {largest}, but the model knows {rows} (0 to {rows - 1}) "
-            "only\nthe tokenizer belongs to another model: use the model's tokenizer"
+            "only\n"
+            "the tokenizer belongs to another model: use the model's tokenizer"
         )
 
 
@@ -169,8 +170,8 @@ def check_length(model: PreTrainedModel, length: int, remedy: str, *, warns: boo
     rows = num_positions(model)
     if rows is not None and length > rows:
         raise UserError(
-            f"sequences of {length} tokens are longer than the model's table of {rows} "
-            f"positions\n{remedy}"
+            f"sequences of {length} tokens are longer than the model's table of {rows} positions\n"
+            f"{remedy}"
         )
     if not isinstance(positions, int) or length <= positions:
         return
@@ -178,12 +179,13 @@ def check_length(model: PreTrainedModel, length: int, remedy: str, *, warns: boo
     if length > _BEYOND * max(positions, 1):
         raise UserError(
             f"sequences of {length} tokens are more than {_BEYOND} times as long as the model's "
-            f"{context}\n{remedy}"
+            f"{context}\n"
+            f"{remedy}"
         )
     if warns:
         warnings.warn(
-            f"sequences of {length} tokens are longer than the model's {context}, beyond which full"
-            f" attention itself fails: do not rely on the result, or {remedy}",
+            f"sequences of {length} tokens are longer than the model's {context}, "
+            f"beyond which full attention itself fails: do not rely on the result, or {remedy}",
             stacklevel=1,  # one place, so that a length is reported once
         )
 

@@ -66,9 +66,10 @@ def _check_layout_file(folder: Path, config: object, what: str) -> None:
         return
     if Layout.read(folder / FILE).content_hash != layout.content_hash:
         raise UserError(
-            f"{what}: its {FILE} has another layout than section 'spkv' of its config.json, which "
-            "would be loaded\none of them was exchanged: export the model again, or copy both "
-            "files from the same export"
+            f"{what}: its {FILE} has another layout than section 'spkv' of its config.json, "
+            "which would be loaded\n"
+            "one of them was exchanged: export the model again, "
+            "or copy both files from the same export"
         )
 
 

@@ -59,8 +59,8 @@ def check_checkpoint(path_or_id: str | Path) -> None:
         return
     if not folder.is_dir():
         raise UserError(
-            f"cannot load model {path_or_id}: a checkpoint is a folder, but this is a file and no "
-            "folder"
+            f"cannot load model {path_or_id}: a checkpoint is a folder, "
+            "but this is a file and no folder"
         )
     weight_files.check_format(folder)
     read_model_config(folder / _CONFIG)
@@ -212,8 +212,8 @@ def model_folder(source: str) -> Path:
         return Path(source)
     if Path(source).exists():
         raise UserError(
-            f"cannot load model {source}: a checkpoint is a folder, but this is a file and no "
-            "folder"
+            f"cannot load model {source}: a checkpoint is a folder, "
+            "but this is a file and no folder"
         )
     folder = config_folder(source)
     name, commit = pinned(source)

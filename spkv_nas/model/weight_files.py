@@ -78,8 +78,8 @@ def check_files(folder: Path) -> list[Path]:
     missing = [file.name for file in files if not file.is_file()]
     if missing:
         raise UserError(
-            f"index of weights {index} names {missing[0]}, which does not exist: the checkpoint is "
-            "incomplete"
+            f"index of weights {index} names {missing[0]}, which does not exist: "
+            "the checkpoint is incomplete"
         )
     return files
 
@@ -94,8 +94,8 @@ def check_headers(files: Sequence[Path]) -> None:
                 pass
         except Exception as error:  # of safetensors, or of the system
             raise UserError(
-                f"weights {file} are damaged or truncated: {first_line(error)}\ncopy or download "
-                "the file again"
+                f"weights {file} are damaged or truncated: {first_line(error)}\n"
+                "copy or download the file again"
             ) from error
 
 
@@ -109,8 +109,8 @@ def weight_names(folder: Path) -> tuple[str, ...]:
         return FILE, INDEX
     if not isinstance(name, str) or _SHARD.fullmatch(name.removesuffix(INDEX_ENDING)) is None:
         raise UserError(
-            f"config {folder / 'config.json'}: 'transformers_weights' must name a .safetensors file"
-            " beside it"
+            f"config {folder / 'config.json'}: 'transformers_weights' must name a .safetensors "
+            "file beside it"
         )
     return (name,)
 
@@ -179,12 +179,13 @@ def _no_weights(folder: Path) -> str:
     pickled = next((name for name in _PICKLED if (folder / name).is_file()), None)
     if pickled is None:
         return (
-            f"cannot load model {folder}: it has no weights ({FILE}, or {INDEX} with "
-            f"shards){_format(folder)}"
+            f"cannot load model {folder}: it has no weights ({FILE}, "
+            f"or {INDEX} with shards){_format(folder)}"
         )
     return (
-        f"model {folder} has its weights in {pickled}, a pickle, which can run code when it is "
-        "read\nconvert it where you trust it: "
+        f"model {folder} has its weights in {pickled}, a pickle, "
+        "which can run code when it is read\n"
+        "convert it where you trust it: "
         "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)"
     )
 
@@ -307,9 +308,10 @@ def save_tokenizer(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
         kind, changed = _changes(tokenizer, folder)
     if changed:
         raise UserError(
-            f"tokenizer {tokenizer.name_or_path} cannot be saved: with this model transformers "
-            f"loads it as {kind}, which changes its {', '.join(changed)}\ntake a tokenizer of that "
-            "class, or a model of another type"
+            f"tokenizer {tokenizer.name_or_path} cannot be saved: "
+            f"with this model transformers loads it as {kind}, "
+            f"which changes its {', '.join(changed)}\n"
+            "take a tokenizer of that class, or a model of another type"
         )
 
 

@@ -62,8 +62,8 @@ def check_loaded(model: PreTrainedModel, info: Mapping[str, Any], what: str) -> 
         name, stored, expected = wrong[0]
         raise errors.UserError(
             f"{what}: {len(wrong)} tensors have other shapes than its config says, such as {name}: "
-            f"{list(stored)} in the file, {list(expected)} in the config\nthe weights and the "
-            "config belong to different models: copy both again"
+            f"{list(stored)} in the file, {list(expected)} in the config\n"
+            "the weights and the config belong to different models: copy both again"
         )
     if info["error_msgs"]:
         raise errors.UserError(f"cannot load {what}: {str(info['error_msgs'][0]).splitlines()[0]}")
@@ -71,8 +71,9 @@ def check_loaded(model: PreTrainedModel, info: Mapping[str, Any], what: str) -> 
     configured_ties = model.get_expanded_tied_weights_keys(all_submodels=True).keys()
     if configured_ties - model.all_tied_weights_keys.keys():
         warnings.warn(
-            f"{what}: its config ties input and output embeddings, but its files hold different "
-            "ones, which are used; checkpoints and exports will say so",
+            f"{what}: its config ties input and output embeddings, "
+            "but its files hold different ones, which are used; "
+            "checkpoints and exports will say so",
             stacklevel=4,
         )
         model.config.tie_word_embeddings = False
@@ -100,14 +101,14 @@ def _check_unexpected(model: PreTrainedModel, names: list[str], what: str) -> No
     if layer_names:
         raise errors.UserError(
             f"{what}: {len(layer_names)} tensors do not exist in the layers that its config "
-            f"describes: {_names(layer_names)}\nits config is damaged or belongs to another model: "
-            "copy both again"
+            f"describes: {_names(layer_names)}\n"
+            "its config is damaged or belongs to another model: copy both again"
         )
     # Warn of the others
     if names:
         warnings.warn(
-            f"{what}: {len(names)} tensors are not used, because a text decoder has no such "
-            f"parameters: {_names(names)}",
+            f"{what}: {len(names)} tensors are not used, "
+            f"because a text decoder has no such parameters: {_names(names)}",
             stacklevel=5,
         )
 
@@ -119,16 +120,16 @@ def check_values(model: torch.nn.Module, what: str) -> None:
     huge = [name for name, size in sizes.items() if size > _MAX_WEIGHT]
     if huge and not wrong:
         warnings.warn(
-            f"{what}: {len(huge)} tensors hold numbers as large as {sizes[huge[0]]:.0e}, such as "
-            f"{huge[0]}: norms may overflow, and make all predictions the same\nthe weights are "
-            "damaged: copy them again",
+            f"{what}: {len(huge)} tensors hold numbers as large as {sizes[huge[0]]:.0e}, "
+            f"such as {huge[0]}: norms may overflow, and make all predictions the same\n"
+            "the weights are damaged: copy them again",
             stacklevel=5,
         )
     if wrong:
         raise errors.UserError(
-            f"{what}: {len(wrong)} tensors hold numbers that are not finite (NaN or infinity), such"
-            f" as {wrong[0]}\nthe weights are damaged, diverged during training, or exceed the "
-            "range of this dtype"
+            f"{what}: {len(wrong)} tensors hold numbers that are not finite (NaN or infinity), "
+            f"such as {wrong[0]}\n"
+            "the weights are damaged, diverged during training, or exceed the range of this dtype"
         )
 
 

@@ -19,8 +19,9 @@ def unwrapped(model: object, *, adds_gates: bool = False) -> PreTrainedModel:
     while not isinstance(model, PreTrainedModel):
         if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
             raise UserError(
-                f"{type(model).__name__} adds virtual tokens, which are no part of the model "
-                "inside: pass model.get_base_model() to leave them out"
+                f"{type(model).__name__} adds virtual tokens, "
+                "which are no part of the model inside: pass model.get_base_model() to leave them "
+                "out"
             )
         # Remove one wrapper
         if hasattr(model, "get_base_model"):
@@ -30,14 +31,15 @@ def unwrapped(model: object, *, adds_gates: bool = False) -> PreTrainedModel:
         elif isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
             if adds_gates and isinstance(model, nn.parallel.DistributedDataParallel):
                 raise UserError(
-                    f"{type(model).__name__} would not share the gradients of new gates: add them "
-                    "to model.module, then wrap the model again"
+                    f"{type(model).__name__} would not share the gradients of new gates: "
+                    "add them to model.module, then wrap the model again"
                 )
             model = model.module
         else:
             raise UserError(
-                "model must be a causal language model of transformers; found "
-                f"{type(model).__name__}: load one with model, tokenizer = spkv_nas.load(path)"
+                "model must be a causal language model of transformers; "
+                f"found {type(model).__name__}: load one with model, "
+                "tokenizer = spkv_nas.load(path)"
             )
     _check_class(model)
     return model
@@ -56,9 +58,9 @@ def _check_class(model: PreTrainedModel) -> None:
     )
     if not model.can_generate() or model.config.is_encoder_decoder or sees_ahead or not is_loaded:
         raise UserError(
-            f"{name} is no causal language model (AutoModelForCausalLM), so what is saved of it "
-            "with gates or a layout could not be loaded again: pass the language model that it "
-            "was made from"
+            f"{name} is no causal language model (AutoModelForCausalLM), "
+            "so what is saved of it with gates or a layout could not be loaded again: "
+            "pass the language model that it was made from"
         )
 
 
@@ -69,6 +71,7 @@ def check_no_adapter(model: nn.Module) -> None:
         isinstance(module, tuners.BaseTunerLayer) for module in model.modules()
     ):
         raise UserError(
-            "the model has adapters of PEFT, which a checkpoint cannot hold: merge them first "
-            "(model = model.merge_and_unload()), or save them alone with their own save_pretrained"
+            "the model has adapters of PEFT, which a checkpoint cannot hold: "
+            "merge them first (model = model.merge_and_unload()), "
+            "or save them alone with their own save_pretrained"
         )

@@ -276,8 +276,8 @@ def uneven_budgets(rows: pd.DataFrame, heads: int) -> str | None:
         return None
     uneven = ", ".join(f"{name} ({number})" for name, number in deviating.items())
     return (
-        f"these layouts do not have {heads} global heads: {uneven}; more global heads cover more "
-        "and lose less, so compare only layouts with equal numbers"
+        f"these layouts do not have {heads} global heads: {uneven}; "
+        "more global heads cover more and lose less, so compare only layouts with equal numbers"
     )
 
 
@@ -360,8 +360,9 @@ def _note_of_strategy(layout: Layout, heads: int, constraints: Constraints) -> s
     strategy = strategies.strategy_of(layout.strategy)
     if strategy is not None and strategy.whole_layers:
         notes.append(
-            f"{heads} global heads are not a whole number of layers; the nearest is "
-            f"{layout.num_global} ({len(layout.global_layers)} of {layout.num_layers} layers)"
+            f"{heads} global heads are not a whole number of layers; "
+            f"the nearest is {layout.num_global} ({len(layout.global_layers)} of "
+            f"{layout.num_layers} layers)"
         )
     else:
         notes.append(f"{layout.strategy} makes {layout.num_global} heads global instead of {heads}")

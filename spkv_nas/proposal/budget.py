@@ -33,9 +33,9 @@ def parse_budget(budget: int | str | None, num_heads: int) -> int:
         budget_text = text[:40]
         number_text = str(number)[:40]
         raise UserError(
-            f"budget {budget_text} means {number_text} global KV heads, but the model has "
-            f"{num_heads} KV heads that can be global\ngive 1 to {num_heads}, or a share such "
-            "as 25%"
+            f"budget {budget_text} means {number_text} global KV heads, "
+            f"but the model has {num_heads} KV heads that can be global\n"
+            f"give 1 to {num_heads}, or a share such as 25%"
         )
     return number
 
@@ -66,8 +66,8 @@ def _parse_part(text: str, num_heads: int) -> list[int]:
     last = parse_budget(high, num_heads)
     if first > last:
         raise UserError(
-            f"budget range {text} is descending, from {first} to {last} global KV heads: give the "
-            "smaller end first"
+            f"budget range {text} is descending, from {first} to {last} global KV heads: "
+            "give the smaller end first"
         )
     try:
         stride = int(step) if step else 1
@@ -96,8 +96,8 @@ def parse_memories(text: str, full_bytes: float = math.inf) -> list[float]:
     name, _, shares = text.partition("=")
     if name != MEMORY:
         raise UserError(
-            f"budget '{text}': give numbers of heads, or {MEMORY}, {MEMORY}=5%..50% or "
-            f"{MEMORY}=10%,20%"
+            f"budget '{text}': give numbers of heads, or {MEMORY}, "
+            f"{MEMORY}=5%..50% or {MEMORY}=10%,20%"
         )
     if not shares:
         return [float(percent) for percent in MEMORIES]
@@ -107,8 +107,8 @@ def parse_memories(text: str, full_bytes: float = math.inf) -> list[float]:
         return sorted(set(ends))
     if len(ends) != 2 or ends[0] > ends[1]:
         raise UserError(
-            f"budget '{text}': give a range from the smaller share to the larger one, such as "
-            "5%..50%"
+            f"budget '{text}': give a range from the smaller share to the larger one, "
+            "such as 5%..50%"
         )
     low, high = ends
     between = [float(percent) for percent in MEMORIES if low < percent < high]
@@ -125,8 +125,8 @@ def _share(text: str, full_bytes: float) -> float:
     if memory >= full_bytes:
         raise UserError(
             f"--memory {text[:40]} holds the whole KV cache of full attention, "
-            f"{format_bytes(int(full_bytes))}: no head needs to be local; give less, a longer "
-            "--context or a larger --batch"
+            f"{format_bytes(int(full_bytes))}: no head needs to be local; give less, "
+            "a longer --context or a larger --batch"
         )
     # Two digits of a percentage, which are no more than the bytes
     return math.floor(1e4 * memory / full_bytes) / 1e4

@@ -87,8 +87,8 @@ class Constraints:
             else:
                 raise UserError(
                     f"--constraint '{text}': expected min-per-layer=N, max-per-layer=N, "
-                    "global-layers=0,20, local-layers=3-5, uniform, max-windows=2 or "
-                    "windows=128,512"
+                    "global-layers=0,20, local-layers=3-5, uniform, "
+                    "max-windows=2 or windows=128,512"
                 )
         return cls(
             min_per_layer=settings.get("min-per-layer"),
@@ -122,8 +122,8 @@ class Constraints:
         wrong = native & set(self.global_layers)
         if wrong:
             raise UserError(
-                f"global-layers: layer {min(wrong)} has a native sliding window, beyond which the "
-                "model cannot attend"
+                f"global-layers: layer {min(wrong)} has a native sliding window, "
+                "beyond which the model cannot attend"
             )
         return replace(self, local_layers=tuple(sorted(native | set(self.local_layers))))
 
@@ -201,9 +201,10 @@ def read_head_costs(path: Path, table: HeadScores) -> Float:
         is_known = bool((head < np.array(table.heads_per_layer)[layer]).all())
     if len(rows) != table.num_heads or not is_known:
         raise UserError(
-            f"head costs {path}: the file has {len(rows)} rows, up to layer {int(layer.max())} and "
-            f"KV head {int(head.max())}\nit needs one row for every head of the density table "
-            f"'{table.name}', {grid_words(table.heads_per_layer)}"
+            f"head costs {path}: the file has {len(rows)} rows, "
+            f"up to layer {int(layer.max())} and KV head {int(head.max())}\n"
+            f"it needs one row for every head of the density table '{table.name}', "
+            f"{grid_words(table.heads_per_layer)}"
         )
     # Arrange the costs as a grid
     weights = np.full(table.grid, np.nan)
@@ -316,8 +317,8 @@ def _checked(
         return constraints
     if weights.shape != table.grid or not (weights[table.is_head] > 0).all():
         raise UserError(
-            f"weights must be above 0 and have shape {list(table.grid)}; found shape "
-            f"{list(weights.shape)}"
+            f"weights must be above 0 and have shape {list(table.grid)}; "
+            f"found shape {list(weights.shape)}"
         )
     return constraints
 

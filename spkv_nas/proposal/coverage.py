@@ -98,12 +98,14 @@ def _total(table: head_scores.HeadScores) -> float:
     if total == 0.0 and not table.is_density:
         raise errors.UserError(
             f"no score of table '{table.name}' is above 0, and coverage is a share of those that "
-            "are\nto rank heads by lower scores, subtract the lowest one from all"
+            "are\n"
+            "to rank heads by lower scores, subtract the lowest one from all"
         )
     if total == 0.0:
         raise errors.UserError(
-            f"every head density of table '{table.name}' is 0 at tau = {table.tau:g}, so coverage "
-            "is undefined\nchoose a smaller tau"
+            f"every head density of table '{table.name}' is 0 at tau = {table.tau:g}, "
+            "so coverage is undefined\n"
+            "choose a smaller tau"
         )
     return total
 
@@ -374,9 +376,9 @@ class Certainty:
             chosen, excluded, undecided = beyond_doubt(probability)
             interval = f"coverage {self.interval(name)}; " if name in self.intervals else ""
             sentences.append(
-                f"{name}: {interval}of {len(self.curve)} heads, {chosen} are selected and "
-                f"{excluded} excluded in at least {level} of the resamples, {undecided} are "
-                "undecided"
+                f"{name}: {interval}of {len(self.curve)} heads, "
+                f"{chosen} are selected and {excluded} excluded in at least {level} of the "
+                f"resamples, {undecided} are undecided"
             )
         low, high = self.knee_interval
         sentences.append(

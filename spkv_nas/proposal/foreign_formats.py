@@ -133,9 +133,10 @@ class ForeignScores:
         if threshold is None:
             if not self.is_mask:
                 raise errors.UserError(
-                    f"{self.source} holds scores between 0 and 1, so the global heads are not "
-                    "chosen yet\ngive --budget N, --sparsity S or --threshold T (DuoAttention and "
-                    "PruLong use a threshold of 0.5)"
+                    f"{self.source} holds scores between 0 and 1, "
+                    "so the global heads are not chosen yet\n"
+                    "give --budget N, --sparsity S or --threshold T (DuoAttention and PruLong use "
+                    "a threshold of 0.5)"
                 )
             threshold = 0.5
         return np.asarray(self.values >= threshold)
@@ -169,8 +170,8 @@ def read_scores(path: Path) -> ForeignScores:
     file = path / TSV_NAME if files.is_folder(path) else path
     if file.suffix != ".tsv":
         raise errors.UserError(
-            f"{path} is neither a layout (.yaml), nor head scores (.tsv, .csv), nor a folder with "
-            f"{TSV_NAME}"
+            f"{path} is neither a layout (.yaml), nor head scores (.tsv, .csv), "
+            f"nor a folder with {TSV_NAME}"
         )
     values = _read_values(file)
     config = _read_config(file.parent / CONFIG_NAME)
@@ -221,8 +222,8 @@ def _read_values(file: Path) -> arrays.Float:
     for number, cells in lines:
         if len(cells) != len(first_cells):
             raise errors.UserError(
-                f"{where}, line {number}: expected {len(first_cells)} values, as in the first line;"
-                f" found {len(cells)}"
+                f"{where}, line {number}: expected {len(first_cells)} values, "
+                f"as in the first line; found {len(cells)}"
             )
     values = []
     for number, cells in lines:
@@ -379,8 +380,8 @@ def _target_files(target: Path) -> list[Path]:
         target_files = [target, target.parent / CONFIG_NAME]
     elif target.suffix[1:].isalpha() and not target.is_dir():
         raise errors.UserError(
-            f"{target}: unknown output format; name a .yaml file (layout), a .tsv file (PruLong "
-            "mask) or a folder (DuoAttention)"
+            f"{target}: unknown output format; name a .yaml file (layout), "
+            "a .tsv file (PruLong mask) or a folder (DuoAttention)"
         )
     else:
         target_files = [target / TSV_NAME, target / CONFIG_NAME]

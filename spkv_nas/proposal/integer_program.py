@@ -318,8 +318,8 @@ class _Program:
         if result.x is None:
             if result.status == 1:
                 raise UserError(
-                    f"found no layout that meets the constraints within {TIME_LIMIT:g} s: loosen "
-                    "them"
+                    f"found no layout that meets the constraints within {TIME_LIMIT:g} s: "
+                    "loosen them"
                 )
             return None
         is_proven = result.status == 0 and gap == 0.0

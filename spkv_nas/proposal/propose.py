@@ -201,8 +201,8 @@ def layer_advice(table: HeadScores, granularity: str) -> str | None:
         return None
     if measured == "mixed":
         return (
-            f"'{table.name}' measured single heads only in the layers with the largest gains; in "
-            "the other layers all heads of a layer have equal scores"
+            f"'{table.name}' measured single heads only in the layers with the largest gains; "
+            "in the other layers all heads of a layer have equal scores"
         )
     return (
         f"'{table.name}' was measured for whole layers, so all heads of a layer have equal scores: "
@@ -219,16 +219,17 @@ def price_advice(table: HeadScores, budget: int | str | None) -> str | None:
     priced = table.record.target_density
     if priced is not None and _is_far(share / priced):
         return (
-            f"the gates were trained to keep {priced:.0%} of the keys, but the budget is "
-            f"{share:.0%} of the heads: probe again with --budget {share:.0%}, or retrain with "
-            f"gates.target_density: {share:.2g} in the recipe"
+            f"the gates were trained to keep {priced:.0%} of the keys, "
+            f"but the budget is {share:.0%} of the heads: probe again with --budget {share:.0%}, "
+            f"or retrain with gates.target_density: {share:.2g} in the recipe"
         )
     # Compare with the budget that the scores were learned for
     learned_for = table.record.budget
     if learned_for is not None and _is_far(share * table.num_heads / learned_for):
         return (
-            f"'{table.name}' was learned for {learned_for} global heads, but the budget is "
-            f"{share:.0%} of {table.num_heads}: probe again with --budget {share:.0%}"
+            f"'{table.name}' was learned for {learned_for} global heads, "
+            f"but the budget is {share:.0%} of {table.num_heads}: "
+            f"probe again with --budget {share:.0%}"
         )
     return None
 
@@ -253,8 +254,9 @@ def tie_advice(table: HeadScores, budget: int) -> str | None:
     is_tied = values == first_other
     num_chosen = int(is_tied[order[:budget]].sum())
     return (
-        f"{int(is_tied.sum())} heads are tied at a score of {first_other:.4g}, and the budget "
-        f"includes only {num_chosen} of them: those of the lowest layers, an arbitrary choice"
+        f"{int(is_tied.sum())} heads are tied at a score of {first_other:.4g}, "
+        f"and the budget includes only {num_chosen} of them: those of the lowest layers, "
+        "an arbitrary choice"
     )
 
 
@@ -263,8 +265,8 @@ def default_window(table: HeadScores, window: int | None) -> str | None:
     if window is not None or table.window is not None:
         return None
     return (
-        f"'{table.name}' does not record a window: using {DEFAULT_WINDOW} tokens; give --window W "
-        "for another"
+        f"'{table.name}' does not record a window: using {DEFAULT_WINDOW} tokens; "
+        "give --window W for another"
     )
 
 
@@ -275,7 +277,7 @@ def tau_advice(table: HeadScores, budget: int | str | None) -> str | None:
         return None
     return (
         f"mean density {table.mean:.2f} at tau {table.tau:g} is {table.mean / share:.1f} times the "
-        f"budget's share of heads ({share:.2f}): many heads keep nearly all keys, so which of them "
-        f"the budget includes is almost random. Use --tau {MATCH_BUDGET}, the threshold whose mean "
-        "density equals that share"
+        f"budget's share of heads ({share:.2f}): many heads keep nearly all keys, "
+        f"so which of them the budget includes is almost random. Use --tau {MATCH_BUDGET}, "
+        "the threshold whose mean density equals that share"
     )

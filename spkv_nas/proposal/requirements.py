@@ -65,8 +65,8 @@ class Requirements:
             return False
         if tau == MATCH_BUDGET:
             raise UserError(
-                f"--tau {MATCH_BUDGET} needs a single budget; with several, give the threshold as a"
-                " number"
+                f"--tau {MATCH_BUDGET} needs a single budget; with several, "
+                "give the threshold as a number"
             )
         if self.head_costs is not None or self.kv_bytes is not None:
             option = "--head-costs" if self.head_costs is not None else "--memory"
@@ -106,8 +106,9 @@ class Requirements:
         for fact, value in cache_facts.items():
             if value is None:
                 raise UserError(
-                    f"the probe '{table.name}' does not record the model's {fact}, which the memory"
-                    " depends on\nprobe the model with this version, or leave out --context"
+                    f"the probe '{table.name}' does not record the model's {fact}, "
+                    "which the memory depends on\n"
+                    "probe the model with this version, or leave out --context"
                 )
         return cache_facts
 
@@ -308,9 +309,9 @@ class Requirements:
             what = f"in {serving.engine.title}"
             settings = f"{serving.words}, "
         sentence = (
-            f"{room}{used} {what} at {cost.context:,} tokens x {cost.batch}, {settings}head "
-            f"dimension {cost.head_dim}, {cost.dtype}; {full} with all heads global, {local} with "
-            "all heads local"
+            f"{room}{used} {what} at {cost.context:,} tokens x {cost.batch}, "
+            f"{settings}head dimension {cost.head_dim}, {cost.dtype}; "
+            f"{full} with all heads global, {local} with all heads local"
         )
         # Mention further heads that take no more memory
         larger = self.max_heads_same_memory(table, num_global, window)

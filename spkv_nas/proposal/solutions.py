@@ -34,8 +34,8 @@ class SeveralSolutions:
         is_apart = 1 <= self.apart <= limits.MAX_WHOLE
         if not is_number or not is_apart:
             raise UserError(
-                f"solutions must be at least 2 and apart at least 1; found {self.number} and "
-                f"{self.apart}"
+                "solutions must be at least 2 and apart at least 1; "
+                f"found {self.number} and {self.apart}"
             )
 
     @classmethod
@@ -72,8 +72,8 @@ class Solutions:
         existing = "the best layout" if number == 1 else f"the {number} best layouts"
         return (
             f"--solutions {self.request.number}: no further layout that meets the budget and the "
-            f"constraints differs from {existing} in at least {apart} heads; a smaller number "
-            "after apart= allows more"
+            f"constraints differs from {existing} in at least {apart} heads; "
+            "a smaller number after apart= allows more"
         )
 
 

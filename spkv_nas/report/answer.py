@@ -82,8 +82,8 @@ def loss_memory_chart(evidence: Sequence[Evidence], verdict: Verdict) -> Chart |
         y,
         tuple(_loss_memory_marks(points, chosen, y)),
         note=(
-            "Vertical lines are intervals that hold at any time; an end that is not known is left "
-            "out. The ring marks the chosen layout."
+            "Vertical lines are intervals that hold at any time; "
+            "an end that is not known is left out. The ring marks the chosen layout."
         ),
         height=300.0,
     )
@@ -184,8 +184,8 @@ def position_chart(verdict: Verdict) -> Chart | None:
         chart.round_axis("Rise of the NLL, %", min(0.0, *losses), max(0.0, *losses), padded=True),
         (Line(places, losses), Points(places, losses, tips=tips)),
         note=(
-            f"Of {verdict.layout.name}, on the documents of its verdict; each point covers "
-            "positions up to the next."
+            f"Of {verdict.layout.name}, on the documents of its verdict; "
+            "each point covers positions up to the next."
         ),
         height=300.0,
     )

@@ -146,9 +146,10 @@ def _evaluated(name: str, rows: pd.DataFrame, record: Record) -> chart.Section:
     return _section(
         name,
         "Checkpoints side by side",
-        f"NLL in nats per token on the same held-out documents{blocks}. ΔNLL is against the "
-        "checkpoint under “Baseline”, ± one standard error, paired by document. “Effective” is "
-        "the number of equally long documents that would give the same standard error.",
+        f"NLL in nats per token on the same held-out documents{blocks}. "
+        "ΔNLL is against the checkpoint under “Baseline”, ± one standard error, "
+        "paired by document. “Effective” is the number of equally long documents that would give "
+        "the same standard error.",
         rows.assign(
             head=rows["checkpoint"].astype(str).map(labels),
             label=[labels.get(str(path), str(path)) or "—" for path in rows["against"]],
@@ -166,8 +167,9 @@ def _scores(name: str, rows: pd.DataFrame, record: Record) -> chart.Section:
     return _section(
         name,
         "Layouts without training",
-        f"NLL in nats per token of the unchanged weights with each layout, on {_text_size(record)}."
-        " ΔNLL is against full attention, ± one standard error, paired by document.",
+        "NLL in nats per token of the unchanged weights with each layout, "
+        f"on {_text_size(record)}. ΔNLL is against full attention, ± one standard error, "
+        "paired by document.",
         layouts.assign(head=layouts["hash"].map(names)),
         first="Layout",
         columns="delta nll global kv_cache coverage",
@@ -184,12 +186,12 @@ def _baselines(name: str, rows: pd.DataFrame, record: Record) -> chart.Section:
     return _section(
         name,
         "Post-hoc KV-cache compression",
-        f"The dense model with keys evicted by training-free rules, on {_text_size(record)}, read "
-        f"in chunks of {record.get('chunk', '?')} tokens{protocol}; the window of "
-        f"{record.get('window', '?')} is always kept. Density is the share of keys outside the "
-        "window that are kept, sinks included. ΔNLL is against the model with all keys, ± one "
-        "standard error, paired by document; “not significantly different” is within two of them. "
-        "SP-KV is a separate model.",
+        f"The dense model with keys evicted by training-free rules, on {_text_size(record)}, "
+        f"read in chunks of {record.get('chunk', '?')} tokens{protocol}; "
+        f"the window of {record.get('window', '?')} is always kept. "
+        "Density is the share of keys outside the window that are kept, sinks included. "
+        "ΔNLL is against the model with all keys, ± one standard error, paired by document; "
+        "“not significantly different” is within two of them. SP-KV is a separate model.",
         rows.assign(
             head=rows["method"].mask(is_spkv, pd.Series(spkv, rows.index)),
             reference=["reference" if dense else "" for dense in is_dense],
@@ -220,9 +222,10 @@ def _ruler(name: str, rows: pd.DataFrame, record: Record) -> chart.Section:
         "RULER",
         f"{_checkpoints(record)}Share of correct answers, ± one standard error over samples; "
         f"needles are hidden in {place}. The floor is the score of the same checkpoint with every "
-        f"head local to {record.get('floor_window', '?')} tokens, which it reaches without "
-        "long-range attention or by chance; its standard error is not known. “Not significantly "
-        "different”: within two standard errors of the baseline, paired by sample. In brackets: "
+        f"head local to {record.get('floor_window', '?')} tokens, "
+        "which it reaches without long-range attention or by chance; "
+        "its standard error is not known. “Not significantly different”: "
+        "within two standard errors of the baseline, paired by sample. In brackets: "
         "an exact 95 % interval, where all samples agree.",
         rows.assign(
             head=rows["task"],
@@ -243,10 +246,10 @@ def _tasks(name: str, rows: pd.DataFrame, record: Record) -> chart.Section:
     return _section(
         name,
         "Downstream tasks",
-        f"{_checkpoints(record)}By lm-eval{limit}, ± one standard error over samples. Chance-level "
-        "scores are not shown. “Not significantly different”: within two standard errors of the "
-        "baseline, paired by sample. In brackets: an exact 95 % interval, where all samples have "
-        "the same result.",
+        f"{_checkpoints(record)}By lm-eval{limit}, ± one standard error over samples. "
+        "Chance-level scores are not shown. “Not significantly different”: "
+        "within two standard errors of the baseline, paired by sample. In brackets: "
+        "an exact 95 % interval, where all samples have the same result.",
         rows.assign(head=rows["task"], tag=ties, group=is_average).sort_values(
             "group", kind="stable"
         ),
@@ -270,11 +273,12 @@ def _longppl(name: str, rows: pd.DataFrame, record: Record) -> chart.Section:
     return _section(
         name,
         "LongPPL",
-        f"{_checkpoints(record)}Perplexity of the key tokens only, which a long context makes much "
-        f"likelier, chosen{evaluator_note}; ± one standard error by document, beside the "
-        "perplexity of all tokens. The SP-KV paper uses the name for its validation text, which "
-        "is a different measure. “Not significantly different”: within two standard errors of the "
-        "baseline, on the same key tokens.",
+        f"{_checkpoints(record)}Perplexity of the key tokens only, "
+        f"which a long context makes much likelier, chosen{evaluator_note}; "
+        "± one standard error by document, beside the perplexity of all tokens. "
+        "The SP-KV paper uses the name for its validation text, which is a different measure. "
+        "“Not significantly different”: within two standard errors of the baseline, "
+        "on the same key tokens.",
         rows.assign(head=rows["domain"], tag=ties),
         first="Domain",
         columns=columns,

@@ -380,9 +380,10 @@ def _of_verdict(file: ResultFile, checkpoint: str, layout: Layout) -> Iterator[s
                 memory = f"{measured.memory}; " if measured.memory else ""
                 displaced = "".join(f"; {each}" for each in displacement_words([measured]))
                 yield (
-                    f"{measured.criterion}: {memory}a loss of "
-                    f"{with_minus(measured.finding)}{_text(file)}, against "
-                    f"`{without_folder(measured.against)}`; it {measured.conclusion}{displaced}."
+                    f"{measured.criterion}: "
+                    f"{memory}a loss of {with_minus(measured.finding)}{_text(file)}, "
+                    f"against `{without_folder(measured.against)}`; "
+                    f"it {measured.conclusion}{displaced}."
                 )
 
 
@@ -395,8 +396,8 @@ def _of_scores(file: ResultFile, checkpoint: str, layout: Layout) -> Iterator[st
     for row in file.rows[file.rows["hash"] == layout.hash].itertuples():
         yield (
             f"NLL: {change(row.delta_nll_percent, row.delta_nll_standard_error)} % against full "
-            f"attention with the same weights (standard error), {row.nll:.4f} nats per token, on "
-            f"{record.get('num_documents', 0):,} documents{_text(file)} in blocks of "
+            f"attention with the same weights (standard error), {row.nll:.4f} nats per token, "
+            f"on {record.get('num_documents', 0):,} documents{_text(file)} in blocks of "
             f"{record.get('block_size', 0):,} tokens{favoured}."
         )
 

@@ -34,17 +34,17 @@ _RESULT_TERMS = {
     "control": (
         "Control",
         (
-            "Full attention, retrained like the layouts: what differs from it is due to the layout,"
-            " not to retraining."
+            "Full attention, retrained like the layouts: "
+            "what differs from it is due to the layout, not to retraining."
         ),
     ),
     "dense": ("Dense model as it is", "The checkpoint before any retraining."),
     "delta": (
         "Δ NLL",
         (
-            "Change of the negative log-likelihood per token on held-out text, in percent, against "
-            "the dense model as it is or the control, as said beside it; lower is better. ± is one "
-            "standard error over documents."
+            "Change of the negative log-likelihood per token on held-out text, in percent, "
+            "against the dense model as it is or the control, as said beside it; lower is better. "
+            "± is one standard error over documents."
         ),
     ),
 }
@@ -306,30 +306,30 @@ def glossary(
         "window": (
             "Window",
             (
-                "Number of most recent keys that a local KV head sees, the query's own "
-                f"included{window}."
+                "Number of most recent keys that a local KV head sees, "
+                f"the query's own included{window}."
             ),
         ),
         "layout": (
             "Layout",
             (
-                f"For each KV head: global (sees all earlier keys), or local (sees {sinks}its "
-                "window only)."
+                "For each KV head: global (sees all earlier keys), "
+                f"or local (sees {sinks}its window only)."
             ),
         ),
         "letters": (
             "Letters of a layout",
             (
-                "G is a global head; L, M, N and so on are local heads by their windows, the "
-                f"narrowest first{letters}."
+                "G is a global head; L, M, N and so on are local heads by their windows, "
+                f"the narrowest first{letters}."
             ),
         ),
         "budget": ("Budget", "Number of global KV heads of a layout."),
         "coverage": (
             f"{measure.title} coverage",
             (
-                f"Sum of {measure.noun}{clipping} over the global heads of a layout, as a share of "
-                "the sum over all heads."
+                f"Sum of {measure.noun}{clipping} over the global heads of a layout, "
+                "as a share of the sum over all heads."
             ),
         ),
     }

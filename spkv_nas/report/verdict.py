@@ -127,8 +127,8 @@ def _too_few_documents(everything: Sequence[Evidence]) -> tuple[str, ...]:
         if not mode.is_rankable and len(mode.results) > 1
     }
     return tuple(
-        f"The {source} measured on {documents}, too few to rank layouts; at least {MIN_DOCUMENTS} "
-        "are needed."
+        f"The {source} measured on {documents}, too few to rank layouts; "
+        f"at least {MIN_DOCUMENTS} are needed."
         for source, documents in sorted(small)
     )
 
@@ -236,8 +236,8 @@ def _about(
             held = f"its global heads have {100 * covered:.1f} % of the sum over all heads"
             warnings += (
                 (
-                    f"It was proposed by {table.measure.noun}: {held}, which says nothing of the "
-                    "loss yet."
+                    f"It was proposed by {table.measure.noun}: {held}, "
+                    "which says nothing of the loss yet."
                 ),
             )
         return Verdict(lead, warnings, layout, covered=covered)
@@ -306,6 +306,7 @@ def _competition(evidence: Evidence, num_others: int, close: Sequence[str]) -> s
             f"It has the lowest NLL of {total}: the others are behind by more than {margin}.{runs}"
         )
     return (
-        f"No single best of {total}: it is measured lowest; not behind by more than {margin} of the"
-        f" difference, in percentage points: {listed(close, _MAX_NAMED)}.{runs}"
+        f"No single best of {total}: it is measured lowest; "
+        f"not behind by more than {margin} of the difference, in percentage points: "
+        f"{listed(close, _MAX_NAMED)}.{runs}"
     )

@@ -31,10 +31,10 @@ _HEIGHT = 96.0  # height of a card without rows
 _ROW = 30.0  # height of a row
 _MAX_NAMED = 4
 _INTERVALS = (
-    "Both were measured on the same samples in random order, until the answer was known. Intervals "
-    "hold at any time and for all candidates together; each end is wrong with a probability of at "
-    "most the risk. With several candidates, Holm's test can be certain of an answer before the "
-    "interval is."
+    "Both were measured on the same samples in random order, until the answer was known. "
+    "Intervals hold at any time and for all candidates together; "
+    "each end is wrong with a probability of at most the risk. With several candidates, "
+    "Holm's test can be certain of an answer before the interval is."
 )
 Record = Mapping[str, Any]
 
@@ -67,8 +67,8 @@ def verdict_section(name: str, rows: pd.DataFrame, record: Record) -> chart.Sect
     # Say what was measured, and group the measurements by candidate
     against = without_folder(record.get("against", "the dense model"))
     about = (
-        f"Loss of each candidate against {against}, which it may replace if the loss is below every"
-        " margin."
+        f"Loss of each candidate against {against}, which it may replace if the loss is below "
+        "every margin."
     )
     context = record.get("context")
     memory = ""
@@ -97,9 +97,10 @@ def budget_section(name: str, rows: pd.DataFrame, record: Record) -> chart.Secti
     number = len(record.get("layouts", {}))
     risk = 100 * record.get("risk", math.nan)
     about = (
-        f"The smallest of {number} budgets was looked for by bisection, on the same samples in "
-        f"random order. A wrong pass, and a wrong failure, has a probability of at most {risk:g} % "
-        "each for all of them together; ends that the bisection did not ask for are not known."
+        f"The smallest of {number} budgets was looked for by bisection, "
+        "on the same samples in random order. A wrong pass, and a wrong failure, "
+        f"has a probability of at most {risk:g} % each for all of them together; "
+        "ends that the bisection did not ask for are not known."
     )
     section = verdict_section(name, rows.sort_values("kv_bytes"), {**record, "risk": None})
     return replace(section, title="Critical budget", about=about)

@@ -15,7 +15,7 @@ def choose_context(
     if positions is not None and context > positions:
         reporter.caution(
             f"the model supports {positions:,} tokens (max_position_embeddings); "
-            f"costs at {context:,} assume that its "
-            f"positions are extended\nuse --context {positions} for the model's maximum"
+            f"costs at {context:,} assume that its positions are extended\n"
+            f"use --context {positions} for the model's maximum"
         )
     return context

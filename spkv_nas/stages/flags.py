@@ -278,9 +278,9 @@ EngineName = Annotated[
 ServingEngine = Annotated[
     str | None,
     Flag(
-        "Plan the cache as this inference engine allocates it, without loading anything. Settings "
-        "follow colons, as in vllm:page-size=32:kv-dtype=float8:tensor-parallel=2; the output "
-        "names those that an engine has.",
+        "Plan the cache as this inference engine allocates it, without loading anything. "
+        "Settings follow colons, as in vllm:page-size=32:kv-dtype=float8:tensor-parallel=2; "
+        "the output names those that an engine has.",
         metavar="NAME[:SETTING=VALUE...]",
         values=lambda: tuple(planned_engines()),
         panel=MEMORY,

@@ -443,8 +443,8 @@ def show(table: HeadScores) -> None:
     if tried:
         out.print(_layouts_tried(tried, table.record))
         say(
-            f"recommended: {table.record.recommended}; "
-            "fewer windows are preferred if both losses are within one standard error"
+            f"recommended: {table.record.recommended}; fewer windows are preferred if both losses "
+            "are within one standard error"
         )
         caution(_about_predictions(tried))
     check = table.record.check
@@ -515,17 +515,17 @@ def _about_sinks(table: HeadScores) -> str | None:
         among += " without a native sliding window"
     sentence = (
         f"{share:.{0 if share >= 10 else 1}f} % of attention is on the {first}; "
-        f"{record.sink_heads} of {among} "
-        f"give the first four more than {100 * STRONG_SINK:.0f} %: layouts get {sink_tokens}"
+        f"{record.sink_heads} of {among} give the first four more than {100 * STRONG_SINK:.0f} %: "
+        f"layouts get {sink_tokens}"
     )
     # The massive activation that sinks come with
     massive = record.massive_activation
     if massive is None:
         return sentence
     return (
-        f"{sentence}\nlargest activation: "
-        f"{massive.ratio:,.0f} times the layer's median (layer {massive.layer}, "
-        f"channel {massive.channel}, token {massive.position})"
+        f"{sentence}\n"
+        f"largest activation: {massive.ratio:,.0f} times the layer's median (layer "
+        f"{massive.layer}, channel {massive.channel}, token {massive.position})"
     )
 
 

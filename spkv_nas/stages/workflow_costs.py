@@ -174,12 +174,12 @@ def _about_time(options: PlanOptions) -> str:
     """Return a sentence on what the estimated times assume."""
     if options.hardware is None:
         return (
-            "time: unknown for this machine; "
-            "choose a GPU with --hardware, or time training steps (init, --dry-run)"
+            "time: unknown for this machine; choose a GPU with --hardware, "
+            "or time training steps (init, --dry-run)"
         )
     peak = find_hardware(options.hardware).peak / 1e12
     return (
-        f"time: assumes {_UTILISATION:.0%} of the {peak:,.0f} TFLOP/s peak in bfloat16, which "
-        "small models do not reach; for a generated token, "
+        f"time: assumes {_UTILISATION:.0%} of the {peak:,.0f} TFLOP/s peak in bfloat16, "
+        "which small models do not reach; for a generated token, "
         "the least time that reading weights and cache takes"
     )

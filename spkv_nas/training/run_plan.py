@@ -354,8 +354,8 @@ class Planner:
         batch = recipe.branch.batch_size * recipe.data.block_size
         if text.is_whole and training < batch:
             yield (
-                f"that is less than one batch of {batch:,} tokens: give more text, or a smaller "
-                "batch or block"
+                f"that is less than one batch of {batch:,} tokens: give more text, "
+                "or a smaller batch or block"
             )
         elif text.is_whole and (epochs := recipe.branch.steps * batch / training) > 1:
             yield f"every run of {recipe.branch.steps} steps reads that text {epochs:.1f} times"

@@ -133,8 +133,9 @@ class NeedleRounds(AnswerRounds):
                     break
         if share < LEAST_FOUND:
             raise errors.UserError(
-                f"needles: the dense model finds {100 * share:.0f} % of the numbers that {self._length:,} tokens "
-                f"hide, less than {100 * LEAST_FOUND:.0f} %, so it is no judge of what a hybrid finds\n"
+                f"needles: the dense model finds {100 * share:.0f} % of the numbers that "
+                f"{self._length:,} tokens hide, less than {100 * LEAST_FOUND:.0f} %, "
+                "so it is no judge of what a hybrid finds\n"
                 "judge by recall=10, passages of your text that occur again"
             )
 

@@ -129,7 +129,8 @@ class AnswerRounds(criterion.Rounds):
         return (
             f"score {score:.1f} %, dense model {dense_score:.1f} %; "
             f"answers {lengths.mean() / dense_lengths.mean():.2f} times as long, "
-            f"{cut:.1f} % of them at the limit of {self._new_tokens} tokens, dense model {dense_cut:.1f} %"
+            f"{cut:.1f} % of them at the limit of {self._new_tokens} tokens, "
+            f"dense model {dense_cut:.1f} %"
         )
 
 

@@ -202,8 +202,8 @@ class DisplacementRounds(DocumentRounds):
 
         if not is_measured(measured):
             raise UserError(
-                "--margin: kld and same-top cannot be measured: the logits of this model depend on more than its "
-                "last hidden states"
+                "--margin: kld and same-top cannot be measured: "
+                "the logits of this model depend on more than its last hidden states"
             )
         values = np.concatenate(measured, axis=1)[self._value]
         document = self._document[: len(values)]

@@ -226,7 +226,8 @@ def _memory(hybrid: Hybrid, dtype: str) -> Iterable[str]:
         yield f"| {context:,}{mark} | {sizes} | {100 * used / full:.1f} % |"
     if most < _CONTEXTS[-1]:
         yield (
-            f"\n\\* more than the {most:,} tokens that the model was made for "
+            "\n"
+            f"\\* more than the {most:,} tokens that the model was made for "
             "(`max_position_embeddings`)"
         )
 
@@ -249,7 +250,8 @@ def _usage(folder: Path, engines: Mapping[str, str], *, is_verified: bool) -> It
     yield f'tokenizer = AutoTokenizer.from_pretrained("DIR"{code})\n```'
     if has_code:
         yield (
-            "\nWith spkv-nas installed, `import spkv_nas` before these lines replaces the code in "
+            "\n"
+            "With spkv-nas installed, `import spkv_nas` before these lines replaces the code in "
             "the folder."
         )
     command = serve_command(engines, "DIR")
@@ -439,8 +441,8 @@ def _chosen(requested: Layout | None, saved: Layout | None, checkpoint: files.St
     if saved is not None and saved.content_hash != requested.content_hash:
         warnings.warn(
             f"checkpoint {checkpoint} is a hybrid whose weights were trained for another layout "
-            f"(hash {saved.hash}) than the one given ({requested.hash}): leave the layout out to "
-            "export the hybrid as it is",
+            f"(hash {saved.hash}) than the one given ({requested.hash}): "
+            "leave the layout out to export the hybrid as it is",
             stacklevel=3,
         )
     return requested

@@ -151,8 +151,8 @@ def _check_positions(config: PreTrainedConfig, native: PreTrainedConfig) -> None
     changed = [layer for layer, (before, after) in enumerate(encodings) if before != after]
     if changed:
         raise TargetError(
-            f"layer_types of '{native.model_type}' also chooses the position encoding, which would "
-            f"change in layers {_numbers(changed)}"
+            f"layer_types of '{native.model_type}' also chooses the position encoding, "
+            f"which would change in layers {_numbers(changed)}"
         )
 
 
@@ -218,8 +218,8 @@ def layer_window(config: PreTrainedConfig, layout: Layout) -> int:
     local = sorted(set().union(*windows) - {MAX_WINDOW})
     if len(local) > 1:
         raise TargetError(
-            f"its layers have windows of {' and '.join(map(str, local))} keys, of which layer_types"
-            " can express one"
+            f"its layers have windows of {' and '.join(map(str, local))} keys, "
+            "of which layer_types can express one"
         )
     return local[0] if local else layout.window
 
@@ -314,8 +314,8 @@ class GraniteSwaTarget(NativeTarget):
 
     name = "granite_swa"
     help = (
-        "the architecture GraniteSWA, for Llama-shaped weights, layouts of whole layers and learned"
-        " sinks"
+        "the architecture GraniteSWA, for Llama-shaped weights, "
+        "layouts of whole layers and learned sinks"
     )
 
     def form(self, config: PreTrainedConfig, layout: Layout) -> str:
@@ -333,8 +333,8 @@ class GraniteSwaTarget(NativeTarget):
         kind = config.model_type
         if kind not in _LLAMA_SHAPED:
             raise TargetError(
-                f"weights of model type '{kind}' do not fit a granite_swa, which is shaped like a "
-                "Llama"
+                f"weights of model type '{kind}' do not fit a granite_swa, "
+                "which is shaped like a Llama"
             )
         layer_window(config, layout)
         if _GRANITE_SWA not in CONFIG_MAPPING:

@@ -112,8 +112,8 @@ def plain_answers(hybrids: dict[Path, ReferenceLogits]) -> list[torch.Tensor | s
     except OSError as error:
         raise errors.UserError(
             "the export could not be compared with plain transformers, so nothing was written: "
-            f"{errors.first_line(error)}\nfree disk space in {tempfile.gettempdir()}, or set "
-            "TMPDIR to another folder"
+            f"{errors.first_line(error)}\n"
+            f"free disk space in {tempfile.gettempdir()}, or set TMPDIR to another folder"
         ) from error
 
 
@@ -168,14 +168,15 @@ def _run_program(arguments: list[str], folder: Path, seconds: float) -> None:
         )
     except subprocess.TimeoutExpired as error:
         raise errors.UserError(
-            f"the export was not compared with plain transformers within {seconds:.0f} s, so "
-            "nothing was written\ntry again when the machine is less busy"
+            f"the export was not compared with plain transformers within {seconds:.0f} s, "
+            "so nothing was written\n"
+            "try again when the machine is less busy"
         ) from error
     # Report why it failed
     if process.returncode != 0:
         message = (process.stderr.strip().splitlines() or ["no message"])[-1]
         raise errors.UserError(
-            "the export could not be compared with plain transformers, so nothing was written: its "
-            f"process ended with {process.returncode} ({message})\nit needs memory for one layer "
-            "in float32, and disk space for temporary files"
+            "the export could not be compared with plain transformers, so nothing was written: "
+            f"its process ended with {process.returncode} ({message})\n"
+            "it needs memory for one layer in float32, and disk space for temporary files"
         )

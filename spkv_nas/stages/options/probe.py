@@ -40,8 +40,8 @@ class ProbeOptions(DocumentOptions, Trains):
     memory: flags.Memory = flag.default(
         None,
         note=(
-            "Replaces --budget, and chooses the window with the heads. Counted for sequences of "
-            "--context tokens."
+            "Replaces --budget, and chooses the window with the heads. "
+            "Counted for sequences of --context tokens."
         ),
     )
     separator: flags.Separator = flag.default(None, "measured on the model")
