@@ -21,7 +21,7 @@ Imports nothing heavy, for ``--help``.
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property
 from importlib.metadata import EntryPoint, PackageNotFoundError, distribution, entry_points
 from typing import (
@@ -63,7 +63,7 @@ class EntryOption:
 
 
 class Entry:
-    """Entry of a registry. Subclasses are frozen dataclasses, whose fields are their options."""
+    """Entry of a registry. Subclasses with options are frozen dataclasses, whose fields these are."""
 
     name: ClassVar[str]  # by which users choose it
     help: ClassVar[str]  # phrase that says what it is, without a full stop
@@ -79,7 +79,10 @@ class Entry:
         """Return the options that are annotated with a ``Flag``, by name."""
         hints = get_type_hints(cls, include_extras=True)
         declared = dict[str, EntryOption]()
-        for field in fields(cls):  # type: ignore[arg-type]  # every entry is a dataclass
+        is_plain: bool = not is_dataclass(cls)  # without options, as most strategies are
+        if is_plain:
+            return declared
+        for field in fields(cls):  # type: ignore[arg-type]  # a dataclass
             hint = hints[field.name]
             if get_origin(hint) is not Annotated:
                 continue

@@ -245,7 +245,7 @@ class TestCommands:
             "--window=8",
         )
         assert "times: attention of all layers, measured on" in output
-        assert not remarks
+        assert remarks == "plan attention: starting"
 
     def test_rows_equal_the_calibration(self, tmp_path: Path) -> None:
         heads = LayerCase(8, 2, 8, "float32", window=4, batch=1, device="cpu")
